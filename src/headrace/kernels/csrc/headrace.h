@@ -37,4 +37,14 @@ struct Path {
                  float* y, int64_t ldy, const float* bias, bool accumulate, int64_t n0, int64_t n1);
 };
 
+// Path tables of matmul kernels. avx2_path exists only where HEADRACE_HAVE_AVX2 is defined.
+extern const Path portable_path;
+extern const Path avx2_path;
+
+// Packed layout, the same for every path. raw: the file's rows one after the other; out: packed_bytes, 64-aligned.
+int64_t packed_bytes(Format format, int64_t n, int64_t k);
+void pack(Format format, int64_t n, int64_t k, const uint8_t* raw, uint8_t* out);
+// The k values of one row, exactly the file's.
+void dequantise_row(const Matrix& w, int64_t row, float* out);
+
 }  // namespace headrace
