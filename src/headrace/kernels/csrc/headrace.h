@@ -31,7 +31,7 @@ struct QuantRows {
 };
 
 // Bytes of a QuantRows.
-size_t quant_bytes(int64_t rows, int64_t k);
+int64_t quant_bytes(int64_t rows, int64_t k);
 
 // Elements (of one output row) and file bytes of one block of a format; k must be a multiple of `elements`.
 struct BlockSize {
@@ -40,7 +40,7 @@ struct BlockSize {
 BlockSize block_size(Format format);
 
 // Bytes of a packed [n, k] matrix: the file's, plus n rounded up to 8 rows (integer formats) and 64-byte alignment.
-size_t packed_bytes(Format format, int64_t n, int64_t k);
+int64_t packed_bytes(Format format, int64_t n, int64_t k);
 
 // File bytes (rows one after the other) to packed layout. out: packed_bytes, every byte written. Thread-safe.
 void pack(Format format, int64_t n, int64_t k, const uint8_t* raw, uint8_t* out);
@@ -61,5 +61,9 @@ struct Path {
   void (*matmul)(const Matrix& w, const QuantRows* q, const float* x, int64_t ldx, int64_t rows,
                  float* y, int64_t ldy, const float* bias, bool accumulate, int64_t n0, int64_t n1);
 };
+
+// Path tables. avx2_path exists only where HEADRACE_HAVE_AVX2 is defined.
+extern const Path portable_path;
+extern const Path avx2_path;
 
 }  // namespace headrace
