@@ -1,0 +1,153 @@
+"""The operating system's side of files: exact reads, atomic writes, locks, free space.
+
+What differs between Linux, macOS and Windows about files lives here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from headrace.errors import BadFile
+
+_MOST = 1 << 30
+"""Bytes asked for in one read: Linux moves at most 0x7ffff000 a call (man 2 read)."""
+
+if sys.platform == "win32":
+    import msvcrt
+
+    _seek_lock = threading.Lock()
+else:
+    import fcntl
+
+
+def open_regular(path: Path, what: str = "model file") -> tuple[int, os.stat_result]:
+    """Open ``path`` for reading -> (file descriptor, its stat). BadFile unless it's a plain, readable file.
+
+    Looked at before it's opened: opening a FIFO would wait for ever.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            kind = "a directory" if path.is_dir() else "no regular file"
+            raise BadFile(f"{path}: is {kind} where a {what} was expected; give the path of the file itself.")
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        return fd, os.fstat(fd)
+    except OSError as e:
+        raise cannot_read(path, what, e) from None
+    except ValueError as e:  # a NUL in the path
+        raise BadFile(f"{str(path)!r}: can't be a path ({e}); check the {what}'s name.") from None
+
+
+def cannot_read(path: Path, what: str, e: OSError) -> BadFile:
+    """An operating system's error as ours."""
+    if isinstance(e, FileNotFoundError | NotADirectoryError):
+        return BadFile(f"{path}: there is no such {what}; check the path.")
+    if isinstance(e, PermissionError):
+        return BadFile(f"{path}: the {what} may not be read by this user; change its permissions.")
+    return BadFile(f"{path}: reading the {what} failed ({e.strerror or e}); check the disk and try again.")
+
+
+def read_exact(fd: int, out: memoryview, offset: int, path: Path) -> None:
+    """Fill ``out`` (bytes) from the file's ``offset``. BadFile when the file ends first or the disk fails."""
+    done, size = 0, out.nbytes
+    while done < size:
+        part = out[done : min(size, done + _MOST)]
+        try:
+            got = _pread(fd, part, offset + done)
+        except OSError as e:
+            raise cannot_read(path, "file", e) from None
+        if got == 0:
+            raise BadFile(
+                f"{path}: ends at byte {offset + done}, {size - done} bytes early; it was cut short "
+                "or is being written; download it again."
+            )
+        done += got
+
+
+def _pread(fd: int, out: memoryview, offset: int) -> int:
+    if sys.platform == "win32":
+        with _seek_lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, out.nbytes)
+        out[: len(data)] = data
+        return len(data)
+    else:
+        return os.preadv(fd, [out], offset)
+
+
+def write_exact(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``; OSError as the system gives it."""
+    done = 0
+    while done < data.nbytes:
+        part = data[done : done + _MOST]
+        if sys.platform == "win32":
+            with _seek_lock:
+                os.lseek(fd, offset + done, os.SEEK_SET)
+                done += os.write(fd, part)
+        else:
+            done += os.pwrite(fd, part, offset + done)
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside ``path`` that takes its name only when the block ends well, written to the disk first."""
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temp.open("wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        temp.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temp.unlink()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` survive a power cut (POSIX: a directory is a file to be synced)."""
+    if sys.platform != "win32":
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes an ordinary user may still write in ``folder``."""
+    return shutil.disk_usage(folder).free
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of disk the file takes now: less than its size when it has holes."""
+    s = path.stat()
+    return s.st_size if sys.platform == "win32" else s.st_blocks * 512
+
+
+def reserve(fd: int, size: int) -> None:
+    """Give the file ``size`` bytes of disk now, so that a full disk is an error here and not halfway."""
+    if sys.platform == "linux":
+        os.posix_fallocate(fd, 0, size)
+    else:
+        os.ftruncate(fd, size)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the file's exclusive lock if it's free; it goes with the descriptor, also in a crash."""
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
