@@ -1,0 +1,121 @@
+"""Logits of tiny random models of every family, against transformers in f32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import helpers_model as h
+import numpy as np
+import pytest
+
+from headrace.kernels.reference import ReferenceDevice
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(3, 320, 40)]
+BASE: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+OPT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "ffn_dim": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "word_embed_proj_dim": 64,
+}  # fmt: skip
+FALCON: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 7, "num_hidden_layers": 4}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied": ("Llama", BASE | {"tie_word_embeddings": True}),
+    "llama-untied-biases": ("Llama", BASE | {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("Llama", BASE | {"rope_parameters": LLAMA3}),
+    "llama-linear-rope": (
+        "Llama", BASE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}},
+    ),
+    "llama-yarn-rope": ("Llama", BASE | {"rope_parameters": YARN}),
+    "llama-head-dim": ("Llama", BASE | {"head_dim": 32, "hidden_act": "gelu"}),
+    "mistral-window": ("Mistral", BASE | {"sliding_window": 9}),
+    "mistral-no-window": ("Mistral", BASE | {"sliding_window": None}),
+    "qwen2": ("Qwen2", BASE | {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", BASE | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", BASE | {"head_dim": 32}),
+    "gemma3": ("Gemma3", BASE | GEMMA | {"_sliding_window_pattern": 3, "layer_types": None}),
+    "gemma3-softcap": ("Gemma3", BASE | GEMMA | {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 3.0,
+    }),
+    "gemma3-scaled-rope": ("Gemma3", BASE | GEMMA | {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+    "opt": ("OPT", OPT),
+    "opt-350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-no-bias": ("OPT", OPT | {"enable_bias": False, "activation_function": "gelu"}),
+    "falcon-7b": ("Falcon", FALCON | {"multi_query": True, "parallel_attn": True}),
+    "falcon-7b-bias": ("Falcon", FALCON | {"bias": True}),
+    "falcon-40b": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-many-kv": ("Falcon", FALCON | {"multi_query": False, "parallel_attn": False}),
+}  # fmt: skip
+
+
+def make(case: str, folder: Path) -> Any:
+    """A random model with norms and biases away from one and zero and sharp attention; saved in folder."""
+    family, settings = CASES[case]
+    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, name)(**settings)).eval().float()
+    rng = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=rng)
+            if p.dim() == 1:
+                p += 0.2 * noise
+            else:
+                p.copy_(noise * (0.5 if "embed" in key else p.shape[1] ** -0.5 * 1.5))
+    model.save_pretrained(folder)
+    return model
+
+
+def rounded_cache() -> Any:
+    """A cache that rounds K and V to f16, as ours does: the cache's bits are part of the model."""
+
+    class Rounded(transformers.DynamicCache):  # type: ignore[misc]
+        def update(self, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(k.half().float(), v.half().float(), *args, **kwargs)
+
+    return Rounded()
+
+
+def oracle(model: Any, tokens: list[int]) -> np.ndarray:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(torch.tensor([tokens]), past_key_values=rounded_cache(), use_cache=True)
+    result: np.ndarray = out.logits[0].numpy()
+    return result
+
+
+def close(ours: np.ndarray, theirs: np.ndarray, share: float = 1e-4) -> None:
+    span = theirs.max() - theirs.min()
+    assert ours.shape == theirs.shape and np.isfinite(ours).all()
+    assert span > 1
+    worst = np.abs(ours - theirs).max() / span
+    assert worst < share, f"largest difference {worst:.2e} of the range"
+
+
+DEVICES: dict[str, Callable[[], Any]] = {"reference": ReferenceDevice}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> None:
+    model = make(case, tmp_path)
+    close(h.logits_of(tmp_path, TOKENS, DEVICES[device]()), oracle(model, TOKENS))
