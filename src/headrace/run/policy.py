@@ -1,0 +1,78 @@
+"""Which guesses are launched, and when: the interface the head asks, and the policy that launches none.
+
+Policies with a drafter live in ``speculate``. A policy is plain data and pure arithmetic; it may learn from
+what the head tells it (runs launched and returned, answers judged), with the times the head was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.run.schedule import Order
+from headrace.run.tree import Node
+from headrace.run.types import Draft, Row
+
+
+class GuessPolicy(Protocol):
+    """What the head asks and tells. ``most_guesses``: slots a sequence may hold for guesses at a time."""
+
+    most_guesses: int
+
+    def ready(self, seq: int, now: float) -> bool:
+        """Whether the sequence's known tokens may be launched now (a synchronous policy waits for its draft)."""
+        ...
+
+    def drafted(self, seq: int, draft: Draft, now: float) -> None: ...
+
+    def place(
+        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], order: Order, now: float
+    ) -> list[tuple[int, list[tuple[int, Node]]]]:
+        """Guesses for the block being composed: (run index, [(seq, node)]), parents before children.
+
+        tips: (seq, tip) of sequences whose tip is launched; sizes: known rows in each run so far; a run index
+        at or past len(sizes) makes a run. A node's parent must be launched, or placed before it; a node goes no
+        earlier than its parent's run.
+        """
+        ...
+
+    def launched(self, run: int, rows: Sequence[tuple[Row, Node | None]], now: float) -> None: ...
+
+    def returned(self, run: int, rows: int, now: float) -> None:
+        """A run came back; ``rows``: those not cancelled."""
+        ...
+
+    def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
+        """The target has answered after ``tip``: ``chosen`` was right (or no guess was); others are in tip.children."""
+        ...
+
+    def over(self, seq: int) -> None: ...
+
+
+class NoGuesses:
+    """Plain decoding."""
+
+    most_guesses = 0
+
+    def ready(self, seq: int, now: float) -> bool:
+        return True
+
+    def drafted(self, seq: int, draft: Draft, now: float) -> None:
+        return None
+
+    def place(
+        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], order: Order, now: float
+    ) -> list[tuple[int, list[tuple[int, Node]]]]:
+        return []
+
+    def launched(self, run: int, rows: Sequence[tuple[Row, Node | None]], now: float) -> None:
+        return None
+
+    def returned(self, run: int, rows: int, now: float) -> None:
+        return None
+
+    def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
+        return None
+
+    def over(self, seq: int) -> None:
+        return None

@@ -1,0 +1,263 @@
+"""A stage: consecutive layers on one node. It applies, computes and forwards; it decides nothing.
+
+A state machine without I/O. The only order there is: for each layer, for each run of the block, one ``Step``.
+A block of one run is a pipeline's way to work, a block of many the streaming way; nothing here asks which.
+The driver carries each ``Step`` (a layer of a run) and says so by giving it back as an event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from headrace.errors import BadMessage
+from headrace.kernels.device import F32, I32, Rows
+from headrace.memory.slots import Tables
+from headrace.run.types import (
+    Append,
+    CacheOp,
+    Cancel,
+    Choice,
+    Fork,
+    Free,
+    Params,
+    Result,
+    Row,
+    RunMessage,
+    Sampling,
+    StageEffect,
+    StageEvent,
+    Step,
+)
+
+
+@dataclass
+class Run:
+    """A run on this stage, everything it reads resolved when its message was unpacked and not changed after.
+
+    live: indices (in the message's rows) of the rows still computed; rows and x belong to these, in order.
+    """
+
+    message: RunMessage
+    live: list[int]
+    bases: list[I32]
+    history: dict[int, tuple[Sampling, I32]]
+    rows: Rows
+    x: F32 | None
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def id(self) -> int:
+        return self.message.run
+
+
+@dataclass
+class Stage:
+    """Layers [first, end) of a model of ``total`` layers."""
+
+    first: int
+    end: int
+    total: int
+    epoch: int = 0
+    tables: Tables = field(default_factory=Tables)
+    params: dict[int, Sampling] = field(default_factory=dict)
+    runs: dict[int, Run] = field(default_factory=dict)
+    block: list[int] = field(default_factory=list)
+    gathering: list[int] = field(default_factory=list)
+    blocks: deque[list[int]] = field(default_factory=deque)
+    cancelled: dict[int, set[int]] = field(default_factory=dict)
+    newest: int = -1
+    """The run that arrived last; run numbers only rise."""
+    _at: int = 0
+    _layer: int = 0
+
+    def on_event(self, event: StageEvent, now: float) -> list[StageEffect]:
+        """One thing happened; returns what must be carried out, in order. At most one Step is out at a time."""
+        effects: list[StageEffect] = []
+        if isinstance(event, Cancel):
+            self._cancel(event)
+            return effects
+        if isinstance(event, RunMessage):
+            self._arrive(event)
+            if self.block or not self.blocks:
+                return effects
+            self._begin()
+        else:
+            self._stepped(event, effects)
+        self._next(effects)
+        return effects
+
+    # --- arriving ---------------------------------------------------------------------------------------
+
+    def _arrive(self, message: RunMessage) -> None:
+        if message.epoch != self.epoch:
+            raise BadMessage(f"run {message.run} is of epoch {message.epoch}, this stage is in {self.epoch}")
+        if message.run <= self.newest:
+            raise BadMessage(f"run {message.run} arrived after run {self.newest}")
+        self.newest = message.run
+        for op in message.ops:
+            self._apply(op)
+        self.runs[message.run] = self._unpack(message)
+        self.gathering.append(message.run)
+        if not message.more:
+            self.blocks.append(self.gathering)
+            self.gathering = []
+
+    def _apply(self, op: CacheOp) -> None:
+        if isinstance(op, Append):
+            self.tables.append(op.seq, op.slots, op.tokens)
+        elif isinstance(op, Params):
+            self.params[op.seq] = op.sampling
+        elif isinstance(op, Fork):
+            self.tables.fork(op.seq, op.source, op.length)
+        elif isinstance(op, Free):
+            self.tables.free(op.seq)
+            self.params.pop(op.seq, None)
+
+    def _unpack(self, message: RunMessage) -> Run:
+        """Resolve every row's slot list now: later cache operations must not change what this run reads."""
+        live = list(range(len(message.rows))) if message.live is None else [int(i) for i in message.live]
+        if message.x is not None and message.x.shape[0] != len(live):
+            raise BadMessage(f"run {message.run}: {message.x.shape[0]} activations for {len(live)} rows")
+        for row in message.rows:
+            self.tables.note(row.slot, row.token)
+        bases = [self._base(message.rows[i]) for i in live]
+        history = self._history(message, live) if self.end == self.total else {}
+        rows = resolve(message.rows, live, bases)
+        return Run(message, live, bases, history, rows, message.x)
+
+    def _base(self, row: Row) -> I32:
+        """The committed slots a row sees, a view of its sequence's table."""
+        length = row.position - len(row.ancestors) if row.guess else row.position + 1
+        table = self.tables[row.seq]
+        if not 0 <= length <= table.length:
+            raise BadMessage(f"a row of sequence {row.seq} sees {length} slots, {table.length} are committed")
+        return table.slots[:length]
+
+    def _history(self, message: RunMessage, live: list[int]) -> dict[int, tuple[Sampling, I32]]:
+        """Sampling parameters of the rows that want a token, with the ids their penalties look back at."""
+        history: dict[int, tuple[Sampling, I32]] = {}
+        for i in live:
+            row = message.rows[i]
+            if not row.wanted:
+                continue
+            sampling = self.params.get(row.seq)
+            if sampling is None:
+                raise BadMessage(f"sequence {row.seq} has no sampling parameters here")
+            ids = np.empty(0, np.int32)
+            if sampling.looks_back:
+                own = [*row.ancestors, row.slot] if row.guess else []
+                length = row.position + 1 - len(own)
+                ids = np.concatenate([self.tables[row.seq].tokens[:length], self.tables.noted(own)])
+                if sampling.repeat_last_n > 0:
+                    ids = ids[-sampling.repeat_last_n :]
+            history[i] = (sampling, ids)
+        return history
+
+    def _cancel(self, event: Cancel) -> None:
+        if event.epoch == self.epoch and (event.run > self.newest or event.run in self.runs):
+            self.cancelled.setdefault(event.run, set()).update(event.rows)
+
+    # --- stepping ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.block = self.blocks.popleft()
+        self._at, self._layer = 0, self.first
+
+    def _stepped(self, step: Step, effects: list[StageEffect]) -> None:
+        if step.layer == self.end - 1:
+            self._leave(self.runs[step.run], effects)
+        self._at += 1
+
+    def _next(self, effects: list[StageEffect]) -> None:
+        """Order the next step; runs without rows pass by, as tombstones, at the end of the layers."""
+        while self.block:
+            while self._at < len(self.block):
+                run = self.runs[self.block[self._at]]
+                self._compact(run)
+                if run.live:
+                    effects.append(Step(self._layer, run.id))
+                    return
+                if self._layer == self.end - 1:
+                    self._leave(run, effects)
+                self._at += 1
+            self._at = 0
+            self._layer += 1
+            if self._layer == self.end:
+                self.block = []
+                if self.blocks:
+                    self._begin()
+
+    def _compact(self, run: Run) -> None:
+        """Take cancelled rows out, between layers."""
+        gone = self.cancelled.pop(run.id, None)
+        if not gone or gone.isdisjoint(run.live):
+            return
+        keep = [at for at, i in enumerate(run.live) if i not in gone]
+        run.live = [run.live[at] for at in keep]
+        run.bases = [run.bases[at] for at in keep]
+        run.rows = resolve(run.message.rows, run.live, run.bases)
+        if run.x is not None:
+            run.x = np.ascontiguousarray(run.x[keep])
+
+    def _leave(self, run: Run, effects: list[StageEffect]) -> None:
+        del self.runs[run.id]
+        self.cancelled.pop(run.id, None)
+        message = run.message
+        if self.end == self.total:
+            effects.append(Result(message.epoch, message.run, run.choices))
+            return
+        live = None if len(run.live) == len(message.rows) else np.asarray(run.live, np.int32)
+        x = run.x if run.live else None
+        effects.append(RunMessage(message.epoch, message.run, message.more, message.ops, message.rows, live, x))
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong when no run should be here, as sentences; empty when all is well."""
+        wrong = []
+        if self.runs or self.block or self.blocks or self.gathering:
+            wrong.append(f"stage of layers {self.first} to {self.end - 1}: runs are left: {sorted(self.runs)}")
+        if self.cancelled:
+            wrong.append(f"stage of layers {self.first} to {self.end - 1}: cancels are left: {self.cancelled}")
+        return wrong
+
+
+class Computer(Protocol):
+    """What carries a Step: a device with its weights and cache, or a simulated model."""
+
+    def step(self, layer: int, run: Run) -> None:
+        """Compute one layer of a run's live rows: reads and replaces run.x, or, after the last, sets run.choices."""
+        ...
+
+
+def resolve(rows: tuple[Row, ...], live: list[int], bases: list[I32]) -> Rows:
+    """The device's view of a run's live rows. Rows of one sequence share its longest committed list."""
+    longest: dict[int, I32] = {}
+    for i, base in zip(live, bases, strict=True):
+        seq = rows[i].seq
+        if seq not in longest or base.shape[0] > longest[seq].shape[0]:
+            longest[seq] = base
+    at: dict[int, int] = {}
+    parts: list[I32] = []
+    end = 0
+    for seq, slots in longest.items():
+        at[seq] = end
+        parts.append(slots)
+        end += slots.shape[0]
+    extras: list[int] = []
+    n = len(live)
+    table = np.zeros((7, n), np.int32)
+    for r, i in enumerate(live):
+        row = rows[i]
+        extra = (*row.ancestors, row.slot) if row.guess else ()
+        start = end + len(extras)
+        extras.extend(extra)
+        table[:, r] = (row.token, row.position, row.slot, at[row.seq], bases[r].shape[0], start, len(extra))
+    if extras:
+        parts.append(np.asarray(extras, np.int32))
+    lists = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int32)
+    wanted = np.asarray([r for r, i in enumerate(live) if rows[i].wanted], np.int32)
+    token, position, slot, base, base_len, extra_at, extra_len = table
+    return Rows(token, position, slot, base, base_len, extra_at, extra_len, lists, wanted)

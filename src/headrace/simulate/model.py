@@ -1,0 +1,82 @@
+"""A model made of hashes: its text depends on every slot each row reads, and costs nothing to compute.
+
+Each (layer, slot) keeps a 64-bit hash. A row's new hash covers its old one and the hashes it reads through its
+slot list, in order; the last layer's hash gives the token. So a wrong, stale or missing slot changes the text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kernels.device import F32
+from headrace.run.stage import Run
+from headrace.run.types import Choice, Sampling
+
+U64 = NDArray[np.uint64]
+_MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def mix(x: U64) -> U64:
+    """The SplitMix64 finaliser (Steele, Lea, Flood 2014), element by element."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * _MIX[1]
+        x = (x ^ (x >> np.uint64(27))) * _MIX[2]
+        return x ^ (x >> np.uint64(31))
+
+
+def to_floats(h: U64) -> F32:
+    """64 bits as four small integers in f32 [n, 4], so that they travel like activations."""
+    parts = [(h >> np.uint64(s)) & np.uint64(0xFFFF) for s in (0, 16, 32, 48)]
+    return np.stack(parts, axis=1).astype(np.float32)
+
+
+def from_floats(x: F32) -> U64:
+    parts = x.astype(np.uint64)
+    return parts[:, 0] | parts[:, 1] << np.uint64(16) | parts[:, 2] << np.uint64(32) | parts[:, 3] << np.uint64(48)
+
+
+class HashModel:
+    """A ``Computer`` for one stage. layers: of the whole model; vocab: number of tokens; seed: which model."""
+
+    def __init__(self, slots: int, layers: int, vocab: int = 997, seed: int = 1) -> None:
+        self.layers = layers
+        self.vocab = vocab
+        self.seed = np.uint64(seed)
+        self._cache: dict[int, U64] = {}
+        self._slots = slots
+        with np.errstate(over="ignore"):
+            self._weights = mix(np.arange(1, slots + 2, dtype=np.uint64) * _MIX[0]) | np.uint64(1)
+
+    def step(self, layer: int, run: Run) -> None:
+        rows = run.rows
+        if run.x is None:
+            run.x = to_floats(mix(rows.token.astype(np.uint64) ^ self.seed))
+        cache = self._cache.setdefault(layer, np.zeros(self._slots, np.uint64))
+        with np.errstate(over="ignore"):
+            own = mix(from_floats(run.x) + np.uint64(layer + 1) * _MIX[0] + rows.position.astype(np.uint64))
+            cache[rows.slot] = own
+            out = np.empty_like(own)
+            for r in range(rows.count):
+                base = rows.lists[rows.base[r] : rows.base[r] + rows.base_len[r]]
+                extra = rows.lists[rows.extra[r] : rows.extra[r] + rows.extra_len[r]]
+                seen = cache[np.concatenate([base, extra])]
+                out[r] = (seen * self._weights[: seen.shape[0]]).sum() + own[r]
+            out = mix(out)
+        run.x = to_floats(out)
+        if layer == self.layers - 1:
+            run.choices = tuple(self._choose(run, r, int(out[r])) for r in rows.wanted)
+
+    def _choose(self, run: Run, r: int, h: int) -> Choice:
+        """The token: of the hash, and of what the sampling parameters look back at."""
+        i = run.live[r]
+        sampling, ids = run.history[i]
+        return Choice(i, token_of(h, sampling, ids.tolist(), self.vocab))
+
+
+def token_of(h: int, sampling: Sampling, ids: list[int], vocab: int) -> int:
+    if sampling.temperature > 0:
+        h ^= hash((sampling.seed, sampling.choice)) & (2**63 - 1)
+    for token in ids:
+        h = (h * 31 + token) % (2**61 - 1)
+    return h % vocab
