@@ -1,0 +1,95 @@
+// The AVX2 path's integer matmul: blocks of rows, tiles of 8 outputs, and the table entry.
+#include "avx2/matmul_avx2.h"
+#include "avx2/matmul_tile.h"
+#include "matmul.h"
+
+namespace headrace {
+namespace {
+
+constexpr int64_t kMaxRows = 64;           // of a block: accumulators in L1
+constexpr int64_t kBlockBytes = 256 << 10; // of activations: they stay in L2 while the tiles go by
+
+// acc of one row, 8 outputs (the first `live` are real) -> y.
+void store(__m256 acc, int live, const float* bias, bool accumulate, float* y) {
+  if (live == kTile) {
+    if (bias) acc = _mm256_add_ps(acc, _mm256_loadu_ps(bias));
+    if (accumulate) acc = _mm256_add_ps(acc, _mm256_loadu_ps(y));
+    _mm256_storeu_ps(y, acc);
+    return;
+  }
+  alignas(32) float out[kTile];
+  _mm256_store_ps(out, acc);
+  for (int i = 0; i < live; ++i) y[i] = finish(out[i], bias, i, accumulate, y[i]);
+}
+
+struct Job {
+  const Matrix& w;
+  QuantView q;
+  int64_t rows;
+  float* y;
+  int64_t ldy;
+  const float* bias;
+  bool accumulate;
+  int64_t n0, n1;
+};
+
+template <Format F>
+void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t r1) {
+  Tile<F> tile(job.w, planes, j / kTile);
+  Group<F> group;
+  __m256 acc[kMaxRows];
+  const int64_t groups = job.w.k / kGroup;
+  if (r1 - r0 == 1) {
+    acc[0] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g) {
+      tile.load(g, group);
+      all_rows<F>(group, GroupRows(job.q, g), r0, r0 + 1, acc);
+    }
+  } else {
+    for (int64_t r = r0; r < r1; ++r) acc[r - r0] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g) {
+      tile.load(g, group);
+      all_rows<F>(group, GroupRows(job.q, g), r0, r1, acc);
+    }
+  }
+  const int live = static_cast<int>(std::min<int64_t>(kTile, job.n1 - j));
+  for (int64_t r = r0; r < r1; ++r)
+    store(acc[r - r0], live, job.bias ? job.bias + j : nullptr, job.accumulate, job.y + r * job.ldy + j);
+}
+
+template <Format F>
+void integer_matmul(const Job& job) {
+  const Planes planes(F, job.w.n, job.w.k);
+  const int64_t fit = kBlockBytes / (job.w.k / kGroup * QuantView::kBytes);
+  const int64_t block = std::clamp<int64_t>(fit / 4 * 4, 16, kMaxRows);
+  for (int64_t r0 = 0; r0 < job.rows; r0 += block)
+    for (int64_t j = job.n0; j < job.n1; j += kTile)
+      tile_rows<F>(job, planes, j, r0, std::min(job.rows, r0 + block));
+}
+
+void matmul(const Matrix& w, const QuantRows* q, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy,
+            const float* bias, bool accumulate, int64_t n0, int64_t n1) {
+  if (is_float(w.format)) return float_matmul_avx2(w, x, ldx, rows, y, ldy, bias, accumulate, n0, n1);
+  const Job job{w, QuantView(*q), rows, y, ldy, bias, accumulate, n0, n1};
+  switch (w.format) {
+    case Format::Q4_0: return integer_matmul<Format::Q4_0>(job);
+    case Format::Q4_1: return integer_matmul<Format::Q4_1>(job);
+    case Format::Q5_0: return integer_matmul<Format::Q5_0>(job);
+    case Format::Q5_1: return integer_matmul<Format::Q5_1>(job);
+    case Format::Q8_0: return integer_matmul<Format::Q8_0>(job);
+    case Format::Q2_K: return integer_matmul<Format::Q2_K>(job);
+    case Format::Q3_K: return integer_matmul<Format::Q3_K>(job);
+    case Format::Q4_K: return integer_matmul<Format::Q4_K>(job);
+    case Format::Q5_K: return integer_matmul<Format::Q5_K>(job);
+    case Format::Q6_K: return integer_matmul<Format::Q6_K>(job);
+    case Format::IQ4_NL: return integer_matmul<Format::IQ4_NL>(job);
+    case Format::IQ4_XS: return integer_matmul<Format::IQ4_XS>(job);
+    default: return;
+  }
+}
+
+}  // namespace
+
+const Path avx2_path = {"avx2", quantise_avx2, matmul};
+
+}  // namespace headrace
