@@ -112,6 +112,11 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def open_shared(path: Path) -> int:
+    """A descriptor to read and write ``path``, made when missing and never emptied."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename in ``folder`` survive a power cut (POSIX: a directory is a file to be synced)."""
     if sys.platform != "win32":
@@ -123,7 +128,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes an ordinary user may still write in ``folder``."""
+    """Bytes an ordinary user may still write in ``folder``, which may not exist yet."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
@@ -135,10 +142,9 @@ def stored_bytes(path: Path) -> int:
 
 def reserve(fd: int, size: int) -> None:
     """Give the file ``size`` bytes of disk now, so that a full disk is an error here and not halfway."""
+    os.ftruncate(fd, size)
     if sys.platform == "linux":
         os.posix_fallocate(fd, 0, size)
-    else:
-        os.ftruncate(fd, size)
 
 
 def try_lock(fd: int) -> bool:
