@@ -1,0 +1,274 @@
+"""The Python interface: load a model, stream or generate text.
+
+with headrace.load("model.gguf") as engine:
+    for piece in engine.stream("Once upon a time"):
+        print(piece.text, end="")
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+from headrace.errors import BadRequest
+from headrace.run.head import Head
+from headrace.run.types import Emit, Finish, Forget, Request, Sampling, Submit, Withdraw
+from headrace.setup import Options, Parts, build
+from headrace.text.stream import StopMatcher, Stream
+
+__all__ = ["Completion", "Engine", "Figures", "Options", "Piece", "Sampling", "load"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A bit of text as it comes. tokens: ids since the last piece; finish: why it's over ("" while it isn't)."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    finish: str = ""
+
+
+@dataclass
+class Figures:
+    """What one request took; times in seconds by the wall clock."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Prompt tokens whose cache was there already."""
+    tokens: int = 0
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    weight_bytes: int = 0
+    """Bytes of weights a decode pass reads."""
+
+    @property
+    def ttft(self) -> float:
+        return max(0.0, self.first - self.started)
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens computed per second, up to the first token."""
+        return (self.prompt_tokens - self.reused_tokens) / self.ttft if self.ttft else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first."""
+        span = self.last - self.first
+        return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. finish: "end", "length", "stop", "error" or "cancelled"."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    figures: Figures
+
+
+@dataclass
+class _Job:
+    """A request under way: its text so far and where it is to go."""
+
+    request: Request
+    stream: Stream
+    stops: StopMatcher
+    figures: Figures
+    tokens: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    fresh: list[Piece] = field(default_factory=list)
+    finish: str = ""
+
+    def completion(self) -> Completion:
+        return Completion("".join(self.text), tuple(self.tokens), self.finish, self.figures)
+
+
+class Engine:
+    """A loaded model. Not for several threads at a time. Close it, or use it as a context manager."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.tokenizer = parts.tokenizer
+        self.spec = parts.model.spec
+        self.context = parts.context
+        self._jobs: dict[int, _Job] = {}
+        self._ids = itertools.count()
+        self._kept: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def head(self) -> Head:
+        return self.parts.loop.head
+
+    # --- one request ------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        keep: bool = False,
+    ) -> Iterator[Piece]:
+        """Continue ``prompt`` (text, or ids as they are), piece by piece.
+
+        max_tokens None: up to the context's end. keep: leave the cache for the next stream that begins alike.
+        Closing the generator cancels the request and gives everything back. Raises BadRequest.
+        """
+        job = self._submit(prompt, max_tokens, sampling or Sampling(), stop, ignore_eos, keep)
+        return self._pieces(job)
+
+    def _pieces(self, job: _Job) -> Iterator[Piece]:
+        try:
+            while not job.finish:
+                self._turn()
+                yield from job.fresh
+                job.fresh.clear()
+        finally:
+            self.cancel(job.request.id)
+
+    def figures(self, request: int | None = None) -> Figures:
+        """Of a request, or of the last one submitted."""
+        return self._jobs[request if request is not None else max(self._jobs)].figures
+
+    # --- many requests ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> list[Completion]:
+        """Continue every prompt, many at a time. Each prompt's text is the same as alone."""
+        jobs = [self._submit(p, max_tokens, sampling or Sampling(), stop, ignore_eos, False) for p in prompts]
+        try:
+            while not all(job.finish for job in jobs):
+                self._turn()
+        finally:
+            for job in jobs:
+                self.cancel(job.request.id)
+        return [job.completion() for job in jobs]
+
+    # --- the loop's side --------------------------------------------------------------------------------
+
+    def cancel(self, request: int) -> None:
+        """End a request if it isn't over, and work until everything of it is given back."""
+        job = self._jobs.get(request)
+        if job is None or job.finish:
+            return
+        self.parts.loop.submit(Withdraw(request))
+        while not job.finish or (self.head.idle and not self.parts.loop.idle):
+            self._turn()
+
+    def close(self) -> None:
+        """Cancel what is under way and give the memory back."""
+        for request in list(self._jobs):
+            self.cancel(request)
+        self.parts.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Prompt ids, checked: BadRequest for an empty prompt, unknown ids, or one that leaves no room."""
+        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        if not ids:
+            raise BadRequest("The prompt is empty; give at least one token of text.")
+        wrong = [i for i in ids if not 0 <= i < self.spec.vocab]
+        if wrong:
+            raise BadRequest(f"Token id {wrong[0]} is not in the model's vocabulary of {self.spec.vocab}.")
+        if len(ids) >= self.context:
+            raise BadRequest(
+                f"The prompt has {len(ids)} tokens and the context is {self.context}; shorten the prompt or give a "
+                f"longer context (-c, up to {self.spec.context} for this model)."
+            )
+        return ids
+
+    def _submit(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None,
+        sampling: Sampling,
+        stop: Sequence[str],
+        ignore_eos: bool,
+        keep: bool,
+    ) -> _Job:
+        ids = self.encode(prompt)
+        room = self.context - len(ids)
+        if max_tokens is not None and max_tokens < 1:
+            raise BadRequest(f"{max_tokens} tokens are asked for; ask for at least 1.")
+        ends = frozenset() if ignore_eos else frozenset(self.tokenizer.ends)
+        number = next(self._ids)
+        request = Request(number, ids, min(room, max_tokens or room), sampling, ends, None, keep)
+        if keep and self._kept is not None:
+            request = replace(request, continues=self._kept[0])
+        job = _Job(request, Stream(self.tokenizer), StopMatcher(stop), Figures(prompt_tokens=len(ids)))
+        job.figures.started = time.perf_counter()
+        job.figures.weight_bytes = self.parts.pass_bytes
+        if keep and self._kept is not None:
+            job.figures.reused_tokens = _common(self._kept[1], ids[:-1])
+        self._jobs[number] = job
+        self.parts.loop.submit(Submit(request))
+        return job
+
+    def _turn(self) -> None:
+        """Let the loop work until it has something to tell, and take that to the jobs."""
+        for out in self.parts.loop.pump():
+            job = self._jobs[out.request]
+            if isinstance(out, Emit):
+                self._emit(job, out)
+            else:
+                self._finish(job, out)
+
+    def _emit(self, job: _Job, out: Emit) -> None:
+        if job.finish or job.stops.matched is not None:
+            return
+        now = time.perf_counter()
+        job.figures.first = job.figures.first or now
+        job.figures.last = now
+        job.figures.tokens += 1
+        job.tokens.append(out.token)
+        ended = out.token in job.request.ends
+        text = job.stops.push("" if ended else job.stream.push(out.token))
+        if text:
+            job.text.append(text)
+            job.fresh.append(Piece(text, (out.token,)))
+        if job.stops.matched is not None:
+            self.parts.loop.submit(Withdraw(job.request.id, "stop"))
+
+    def _finish(self, job: _Job, out: Finish) -> None:
+        job.finish = out.reason
+        tail = "" if job.stops.matched is not None else job.stops.push(job.stream.flush()) + job.stops.flush()
+        if tail:
+            job.text.append(tail)
+        job.fresh.append(Piece(tail, (), out.reason))
+        if job.request.keep:
+            if self._kept is not None and self._kept[0] != job.request.id:
+                self.parts.loop.submit(Forget(self._kept[0]))
+            self._kept = (job.request.id, (*job.request.tokens, *job.tokens[:-1]))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def load(path: str | Path, options: Options | None = None, **changes: object) -> Engine:
+    """Load a GGUF file or Hugging Face folder. Options by name: threads, context, kv_bits, ram, device, cpu ...
+
+    Checks the memory budget before any weight is read. Raises a HeadraceError that says what is wrong.
+    """
+    return Engine(build(Path(path), replace(options or Options(), **changes)))  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""The memory budget: hard, counts everything, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.errors import OverBudget
+
+BASE = 64 << 20
+"""What the interpreter, its libraries and the tokenizer take; measured, see docs/log.md."""
+
+
+def human(nbytes: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3f} GiB"
+
+
+@dataclass
+class Budget:
+    """A ledger over one tier's bytes. limit None: nothing is refused, everything is still counted."""
+
+    limit: int | None = None
+    items: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def left(self) -> int | None:
+        return None if self.limit is None else self.limit - self.used
+
+    def take(self, name: str, nbytes: int, remedy: str = "") -> None:
+        """Count ``nbytes`` under ``name``; OverBudget, with the whole ledger and ``remedy``, when it doesn't fit."""
+        self.items[name] = self.items.get(name, 0) + nbytes
+        if self.limit is not None and self.used > self.limit:
+            lines = ", ".join(f"{key} {human(size)}" for key, size in self.items.items())
+            raise OverBudget(
+                f"This needs {human(self.used)} of memory and the budget is {human(self.limit)} ({lines})"
+                + (f"; {remedy}" if remedy else "")
+                + "."
+            )
+
+    def give_back(self, name: str) -> None:
+        self.items.pop(name, None)

@@ -1,0 +1,115 @@
+"""Where weights live: packed once into a device's layout, held while a layer is computed.
+
+``hold(i)`` is all the loop knows. Resident layers are simply there; the streamed ones of ``stream.py`` are
+fetched before and dropped after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from headrace.kernels.device import Bytes, Device, Weight
+from headrace.memory.buffers import allocate, round_up
+from headrace.model.layers import Layer, Model, TensorPlan, fetch
+
+TENSOR_ALIGN = 64
+CHUNK = 8 << 20
+"""File bytes read and packed at a time, so that loading needs little beside the result."""
+
+
+class Weights(Protocol):
+    """The weights of some layers, by index in the model's flat list."""
+
+    def hold(self, layer: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        """The layer's tensors for as long as the context lasts."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def layer_nbytes(device: Device, layer: Layer) -> int:
+    """Bytes of a layer's own tensors in the device's layout."""
+    return sum(
+        round_up(device.packed_nbytes(p.fmt, p.n, p.k), TENSOR_ALIGN)
+        for p in layer.tensors.values()
+        if p.shares is None
+    )
+
+
+def pack_tensor(device: Device, model: Model, plan: TensorPlan, out: Bytes) -> None:
+    """Read a tensor from its file and pack it into ``out``, a few rows at a time where the layout allows."""
+    rows = max(8, CHUNK // max(1, plan.nbytes // plan.n) // 8 * 8)
+    eight = device.packed_nbytes(plan.fmt, 8, plan.k)
+    if plan.n <= rows or plan.source.spans is not None or device.packed_nbytes(plan.fmt, 16, plan.k) != 2 * eight:
+        device.pack(plan.fmt, plan.n, plan.k, fetch(model.file, plan), out)
+        return
+    info = model.file.tensors[plan.source.tensor]
+    for start in range(0, plan.n, rows):
+        count = min(rows, plan.n - start)
+        raw = model.file.read(info, slice(start, start + count))
+        at = start // 8 * eight
+        device.pack(plan.fmt, count, plan.k, raw, out[at : at + device.packed_nbytes(plan.fmt, count, plan.k)])
+
+
+class Resident:
+    """Layers [first, end) of a model, loaded whole. A shared tensor (a tied output matrix) is loaded once."""
+
+    def __init__(self, device: Device, model: Model, layers: Sequence[int]) -> None:
+        self._held: dict[int, dict[str, Weight]] = {}
+        packed: dict[tuple[str, str], Bytes] = {}
+        self.nbytes = 0
+        for index in layers:
+            layer = model.layers[index]
+            own = [n for n, p in layer.tensors.items() if (p.shares or (layer.key, n)) not in packed]
+            sizes = {n: self._size(device, layer.tensors[n]) for n in own}
+            buffer = allocate(sum(sizes.values()))
+            at = 0
+            for name, size in sizes.items():
+                plan = layer.tensors[name]
+                view = buffer[at : at + device.packed_nbytes(plan.fmt, plan.n, plan.k)]
+                pack_tensor(device, model, plan, view)
+                packed[plan.shares or (layer.key, name)] = view
+                at += size
+            self.nbytes += buffer.nbytes
+            self._held[index] = {
+                name: device.weight(p.fmt, p.n, p.k, packed[p.shares or (layer.key, name)])
+                for name, p in layer.tensors.items()
+            }
+
+    @staticmethod
+    def _size(device: Device, plan: TensorPlan) -> int:
+        return round_up(device.packed_nbytes(plan.fmt, plan.n, plan.k), TENSOR_ALIGN)
+
+    @contextmanager
+    def hold(self, layer: int) -> Iterator[Mapping[str, Weight]]:
+        yield self._held[layer]
+
+    def close(self) -> None:
+        self._held = {}
+
+
+class FetchEachTime:
+    """Layers read from the model file before each use and dropped after it: the smallest memory, no prefetch."""
+
+    def __init__(self, device: Device, model: Model) -> None:
+        self._device, self._model = device, model
+        self.fetched = 0
+
+    @contextmanager
+    def hold(self, layer: int) -> Iterator[Mapping[str, Weight]]:
+        plans = self._model.layers[layer].tensors
+        held: dict[str, Weight] = {}
+        for name, plan in plans.items():
+            buffer = allocate(self._device.packed_nbytes(plan.fmt, plan.n, plan.k))
+            pack_tensor(self._device, self._model, plan, buffer)
+            self.fetched += buffer.nbytes
+            held[name] = self._device.weight(plan.fmt, plan.n, plan.k, buffer)
+        try:
+            yield held
+        finally:
+            held.clear()
+
+    def close(self) -> None:
+        return None
