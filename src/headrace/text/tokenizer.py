@@ -10,7 +10,6 @@ unguarded text whenever users wrote no control token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from headrace.errors import BadFile, BadRequest
@@ -80,11 +79,16 @@ class Tokenizer:
         return cls(read_vocab(metadata))
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """From a Hugging Face folder. Raises BadFile, Unsupported."""
+    def from_hf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From what ``formats`` tells of a Hugging Face folder. Raises BadFile, Unsupported."""
         from headrace.text.hf_vocab import read_vocab
 
-        return cls(read_vocab(Path(folder)))
+        return cls(read_vocab(metadata))
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From ``ModelFile.metadata`` of either kind."""
+        return cls.from_hf(metadata) if "config" in metadata else cls.from_gguf(metadata)
 
     def check_model(self, rows: int) -> None:
         """Raise BadFile if the model's vocabulary (``rows`` embeddings) is smaller than this; more is padding."""

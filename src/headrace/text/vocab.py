@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -66,3 +67,8 @@ def end_ids(control: Mapping[str, int], given: set[int]) -> frozenset[int]:
     if "<|return|>" in control and "<|call|>" in control and "<|end|>" in control:
         found.discard(control["<|end|>"])
     return frozenset(found | given)
+
+
+def looks_control(name: str) -> bool:
+    """Whether a token is a template's own mark although a file calls it ordinary: ``<|x|>`` and its kin."""
+    return re.fullmatch(r"<\|.*\|>|<｜.*｜>|<(start|end)_of_turn>", name) is not None
