@@ -234,8 +234,13 @@ def _windows(family: Family, keys: Keys, count: int) -> list[int]:
     return [window if s else 0 for s in sliding]
 
 
-def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str] = (), vocab: int = 0,
-              divisors: tuple[float, ...] = (), where: str = "the GGUF file") -> Spec:
+def from_gguf(
+    metadata: Mapping[str, Any],
+    tensors: Collection[str] = (),
+    vocab: int = 0,
+    divisors: tuple[float, ...] = (),
+    where: str = "the GGUF file",
+) -> Spec:
     """A Spec from GGUF metadata, the names of the tensors and the rows of the embedding table.
 
     What metadata doesn't say (biases, a tied output, Falcon's second norm) is read off the tensor names.

@@ -17,18 +17,18 @@ from headrace.errors import BadFile, Unsupported
 
 _MISSING: Any = object()
 
+# Bookkeeping, training and generation settings of config.json; none changes a logit.
 HARMLESS = (
-    # Bookkeeping, training and generation settings of config.json; none changes a logit.
-    "_*", "architectures", "auto_map", "model_type", "torch_dtype", "dtype", "transformers_version", "*_token_id",
-    "*_token_index", "*dropout*", "*_pdrop", "initializer_*", "init_std", "layerdrop", "use_cache", "pretraining_tp",
-    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "name_or_path",
-    "tokenizer_class", "prefix", "output_attentions", "output_hidden_states", "return_dict", "gradient_checkpointing",
-    "use_return_dict", "torchscript", "chunk_size_feed_forward", "license", "model_name", "unsloth_*", "is_decoder",
-    "max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p", "typical_p", "use_flash_*",
-    "attn_implementation", "router_aux_loss_coef", "output_router_logits", "is_llama_config",
-    "cache_implementation", "transformers.js_config", "eos_token",
-    "bos_token", "pad_token", "activation_dropout", "mm_tokens_per_image", "vision_config", "image_seq_length",
-)
+    "_*", "*_token_id", "*_token_index", "*dropout*", "*_pdrop", "architectures", "attn_implementation", "auto_map",
+    "bos_token", "cache_implementation", "chunk_size_feed_forward", "do_sample", "dtype", "eos_token",
+    "finetuning_task", "gradient_checkpointing", "id2label", "image_seq_length", "init_std", "initializer_*",
+    "is_decoder", "is_llama_config", "label2id", "layerdrop", "license", "max_length", "min_length",
+    "mm_tokens_per_image", "model_name", "model_type", "name_or_path", "num_beams", "num_labels",
+    "output_attentions", "output_hidden_states", "pad_token", "prefix", "pretraining_tp", "problem_type",
+    "return_dict", "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unsloth_*", "use_cache",
+    "use_flash_*", "use_return_dict", "vision_config",
+)  # fmt: skip
 """Keys (patterns) of config.json that may have any value."""
 
 

@@ -193,5 +193,7 @@ def _refuse_unknown(tensors: Mapping[str, TensorInfo], used: Collection[str], ig
     if unknown:
         names = ", ".join(show(n) for n in sorted(unknown)[:4])
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
-        raise Unsupported(f"The model has tensors Headrace has no use for ({names}{more}); it may be another "
-                          "architecture than its metadata says.")
+        raise Unsupported(
+            f"The model has tensors Headrace has no use for ({names}{more}); it may be another "
+            "architecture than its metadata says."
+        )

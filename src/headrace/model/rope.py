@@ -66,6 +66,7 @@ def _llama3(rope: RopeSpec, plain: list[Decimal]) -> list[Decimal]:
 
 def _yarn(rope: RopeSpec, plain: list[Decimal]) -> list[Decimal]:
     """YaRN (arXiv 2309.00071, section 3.2): by how often a dimension turns within the original context."""
+
     def dimension(turns: float) -> Decimal:
         return rope.dim * (rope.original / (Decimal(turns) * 2 * _PI)).ln() / (2 * Decimal(rope.base).ln())
 
