@@ -155,7 +155,8 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "web page": (b"<!DOCTYPE html><html></html>", "web page"),
     "not JSON": (st(b"{abc}"), "isn't JSON"),
     "a list": (st([]), "isn't a JSON object"),
-    "brackets": (st(b"[" * 1000 + b"]" * 1000), "isn't one of tensors"),
+    "brackets": (st(b"[" + b"[]," * 2000 + b"[]]"), "too many tensors"),
+    "deep": (st(b"[" * 1000 + b"]" * 1000), "nested too deep"),
     "twice": (st(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],'
                  b'"data_offsets":[0,1]}}', b"x"), "key 'a' twice"),
     "entry": (st({"a": 5}), "isn't described"),

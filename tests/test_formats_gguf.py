@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import BadFile, HeadraceError, Unsupported
-from headrace.formats.gguf import Strings, read_gguf
+from headrace.formats.cursor import Strings
+from headrace.formats.gguf import read_gguf
 from headrace.formats.index import open_model, require_known
 from headrace.formats.quant import quantise
 from headrace.formats.writer import write_gguf
@@ -184,7 +185,7 @@ DAMAGED = {
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "no counts": (b"GGUF" + struct.pack("<I", 3), "tensor count"),
     "pair count": (build([], [], counts=(0, 2**62)), "claims 4611686018427387904 metadata"),
-    "tensor count": (build([], [], counts=(2**64 - 1, 0)), "tensors in"),
+    "tensor count": (build([], [], counts=(2**64 - 1, 0)), "18446744073709551615 tensors"),
     "key length": (build([struct.pack("<Q", 2**63) + b"abcdefgh"], []), "claims 9223372036854775808 bytes"),
     "key not UTF-8": (build([pair(b"\xff\xfe", 4, bytes(4))], []), "isn't UTF-8"),
     "empty key": (build([pair(b"", 4, bytes(4))], []), "is empty"),
@@ -199,9 +200,13 @@ DAMAGED = {
     "string array count": (one(9, array(8, 2**60)), "strings"),
     "string array item": (one(9, array(8, 2, text(b"a") + struct.pack("<Q", 2**40))), "string 1"),
     "string split inside a letter": (one(9, array(8, 2, text(b"a\xc3") + text(b"\xa9"))), "isn't UTF-8"),
-    "string array not UTF-8": (one(9, array(8, 2, text(b"a") + text(b"\xff"))), "string 1 isn't UTF-8"),
+    "string array not UTF-8": (one(9, array(8, 2, text(b"a") + text(b"\xff"))), "string 0 or one soon after it"),
     "deep nesting": (one(9, array(9, 1) * 50 + bytes(64)), "nested more than"),
     "many inner arrays": (one(9, array(9, 2**50)), "inner arrays"),
+    "flood of pairs": (build([pair(b"%x" % i, 0, b"1") for i in range(5000)], []), "too many for a file of"),
+    "flood of tensors": (build([], [entry(b"%x" % i, [8], 99, 0) for i in range(3000)]), "too many for a file of"),
+    "flood of arrays": (one(9, array(9, 6000, array(0, 0) * 6000)), "too many for a file of"),
+    "long text not UTF-8": (one(9, array(8, 1, text(b"a" * 100_000 + b"\xf0\x9f"))), "isn't UTF-8"),
     "alignment 0": (build([pair(b"general.alignment", 4, struct.pack("<I", 0))], []), "general.alignment"),
     "alignment 24": (build([pair(b"general.alignment", 4, struct.pack("<I", 24))], []), "general.alignment"),
     "alignment type": (build([pair(b"general.alignment", 10, struct.pack("<Q", 32))], []), "general.alignment"),

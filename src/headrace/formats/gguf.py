@@ -7,25 +7,21 @@ padding, data. Every length, count and offset is hostile until it was compared w
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.errors import BadFile, Unsupported
-from headrace.formats.files import open_regular, read_exact
+from headrace.formats.cursor import Cursor
+from headrace.formats.files import open_regular
 from headrace.formats.tensor import BLOCKS, GGML_TYPES, TensorInfo, check_extents, show, tensor_nbytes
 
-CHUNK = 1 << 16
 MAX_DEPTH = 4
 MAX_NAME = 65535
-MAX_ENTRIES = 1 << 18
-"""Most key-value pairs, tensors or inner arrays of a file: far over any model's, few enough to hold."""
+PAIR_COST, TENSOR_COST, ARRAY_COST = 320, 640, 192
+"""Bytes that one of them takes in our memory, measured, rounded up."""
 
 # Value types of the specification: number -> (name, NumPy type).
 SCALARS: dict[int, tuple[str, str]] = {
@@ -33,56 +29,6 @@ SCALARS: dict[int, tuple[str, str]] = {
     6: ("f32", "<f4"), 7: ("bool", "<u1"), 10: ("u64", "<u8"), 11: ("i64", "<i8"), 12: ("f64", "<f8"),
 }  # fmt: skip
 STRING, ARRAY, BOOL = 8, 9, 7
-
-
-class Strings(Sequence[str]):
-    """Many strings in one block of bytes: 8 bytes each beside their text, decoded when they are asked for."""
-
-    __slots__ = ("_blob", "_ends")
-
-    def __init__(self, blob: bytes, ends: NDArray[np.int64]) -> None:
-        """blob: the texts one after the other, UTF-8; ends: where each ends in it."""
-        self._blob, self._ends = blob, ends
-
-    @classmethod
-    def of(cls, texts: Sequence[str]) -> Strings:
-        raw = [t.encode() for t in texts]
-        return cls(b"".join(raw), np.cumsum([len(r) for r in raw], dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, i: int) -> str: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[str]: ...
-    def __getitem__(self, i: int | slice) -> str | list[str]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        i = range(len(self))[i]
-        return self._blob[int(self._ends[i - 1]) if i else 0 : int(self._ends[i])].decode()
-
-    def __iter__(self) -> Iterator[str]:
-        blob, start = self._blob, 0
-        for end in self._ends.tolist():
-            yield blob[start:end].decode()
-            start = end
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(
-            a == b for a, b in zip(self, other, strict=True))  # fmt: skip
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} strings: {', '.join(map(show, self[:3]))}{', ...' if len(self) > 3 else ''}>"
-
-    def raw(self) -> Iterator[bytes]:
-        """Each string's bytes, in order."""
-        start = 0
-        for end in self._ends.tolist():
-            yield self._blob[start:end]
-            start = end
 
 
 @dataclass(frozen=True)
@@ -102,116 +48,8 @@ class GgufFile:
     data_offset: int
 
 
-class _Cursor:
-    """A file read forwards in bounded chunks; a length is compared with what is left before it is believed."""
-
-    def __init__(self, fd: int, path: Path, size: int) -> None:
-        self.fd, self.path, self.size = fd, path, size
-        self.buf, self.pos, self.base = b"", 0, 0
-        self.arrays = 0
-
-    @property
-    def at(self) -> int:
-        return self.base + self.pos
-
-    @property
-    def left(self) -> int:
-        return self.size - self.at
-
-    def bad(self, what: str) -> NoReturn:
-        raise BadFile(f"{self.path}: {what}; the file is damaged, download or convert it again.")
-
-    def fill(self, n: int, what: str) -> None:
-        """Have n more bytes in the buffer."""
-        have = len(self.buf) - self.pos
-        if have >= n:
-            return
-        if n > self.left:
-            self.bad(f"{what} at byte {self.at} needs {n} bytes but only {self.left} are left")
-        more = bytearray(min(max(n, CHUNK), self.left) - have)
-        read_exact(self.fd, memoryview(more), self.base + len(self.buf), self.path)
-        self.base += self.pos
-        self.buf, self.pos = self.buf[self.pos :] + more, 0
-
-    def number(self, form: str, what: str) -> int:
-        size = struct.calcsize(form)
-        self.fill(size, what)
-        (value,) = struct.unpack_from(form, self.buf, self.pos)
-        self.pos += size
-        return int(value)
-
-    def text(self, what: str, most: int | None = None) -> str:
-        n = self.number("<Q", what)
-        if n > self.left or (most is not None and n > most):
-            self.bad(f"{what} at byte {self.at - 8} claims {n} bytes")
-        self.fill(n, what)
-        raw = self.buf[self.pos : self.pos + n]
-        self.pos += n
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            self.bad(f"{what} at byte {self.at - n} isn't UTF-8")
-
-    def block(self, dtype: str, count: int, what: str) -> NDArray[np.generic]:
-        """``count`` numbers, read-only."""
-        kind = np.dtype(dtype)
-        size = count * kind.itemsize
-        if size > self.left:
-            self.bad(f"{what} claims {count} values at byte {self.at} but only {self.left} bytes are left")
-        out = np.empty(count, kind)
-        view = out.view(np.uint8).data
-        have = min(size, len(self.buf) - self.pos)
-        view[:have] = self.buf[self.pos : self.pos + have]
-        self.pos += have
-        if have < size:
-            read_exact(self.fd, view[have:], self.at, self.path)
-            self.base, self.buf, self.pos = self.at + size - have, b"", 0
-        out.flags.writeable = False
-        return out
-
-    def strings(self, count: int, what: str) -> Strings:
-        """``count`` strings in one pass: 256k tokens in about 0.15 s."""
-        if count > self.left // 8:
-            self.bad(f"{what} claims {count} strings at byte {self.at} but only {self.left} bytes are left")
-        blob, sizes, done = bytearray(), np.empty(count, np.int64), 0
-        unpack = struct.Struct("<Q").unpack_from
-        while done < count:
-            self.fill(8, what)
-            n = unpack(self.buf, self.pos)[0]
-            if n > self.left - 8:
-                self.bad(f"{what}: string {done} at byte {self.at} claims {n} bytes")
-            self.fill(8 + n, what)
-            starts: list[int] = []
-            buf, at = self.buf, self.pos
-            last, most, add = len(buf) - 8, count - done, starts.append
-            while at <= last and len(starts) < most:
-                add(at)
-                at += 8 + unpack(buf, at)[0]
-            if at > len(buf):
-                at = starts.pop()
-            edges = np.array([*starts, at])
-            text = np.ones(at, np.bool_)
-            text[: self.pos] = False
-            for i in range(8):
-                text[edges[:-1] + i] = False
-            blob += np.frombuffer(buf, np.uint8, at)[text].tobytes()
-            sizes[done : done + len(starts)] = np.diff(edges) - 8
-            self.pos, done = at, done + len(starts)
-        ends = np.cumsum(sizes, dtype=np.int64, out=sizes)
-        return Strings(self._utf8(bytes(blob), ends, what), ends)
-
-    def _utf8(self, blob: bytes, ends: NDArray[np.int64], what: str) -> bytes:
-        """Each string is UTF-8 when the whole is and no string starts with a continuation byte (10xxxxxx)."""
-        try:
-            if not blob.isascii():
-                blob.decode()
-        except UnicodeDecodeError as e:
-            self.bad(f"{what}: string {int(np.searchsorted(ends, e.start, side='right'))} isn't UTF-8")
-        starts = ends[:-1][ends[:-1] < len(blob)]
-        broken = (np.frombuffer(blob, np.uint8)[starts] & 0xC0) == 0x80
-        if broken.any():
-            self.bad(f"{what}: a string isn't UTF-8")
-        return blob
+class _Reader(Cursor):
+    """GGUF's metadata values."""
 
     def value(self, kind: int, what: str, depth: int = 0) -> tuple[object, str]:
         """A metadata value and the name of its type."""
@@ -239,9 +77,7 @@ class _Cursor:
             return values, f"arr[{name}]"
         if inner != ARRAY:
             self.bad(f"{what} has the unknown value type {inner}")
-        self.arrays += count
-        if count > self.left // 12 or self.arrays > MAX_ENTRIES:
-            self.bad(f"{what} claims {count} inner arrays but only {self.left} bytes are left")
+        self.claim(count, 12, ARRAY_COST, "inner arrays")
         return [self.value(ARRAY, what, depth + 1)[0] for _ in range(count)], "arr[arr]"
 
     def boolean(self, value: int, what: str) -> bool:
@@ -254,17 +90,16 @@ def read_gguf(path: Path) -> GgufFile:
     """Metadata and tensor table of one file. BadFile or Unsupported, naming what is wrong and where."""
     fd, info = open_regular(path)
     try:
-        return _parse(_Cursor(fd, path, info.st_size))
+        return _parse(_Reader(fd, path, info.st_size))
     finally:
         os.close(fd)
 
 
-def _parse(c: _Cursor) -> GgufFile:
+def _parse(c: _Reader) -> GgufFile:
     version = _version(c)
     n_tensors, n_pairs = c.number("<Q", "the tensor count"), c.number("<Q", "the metadata count")
-    # The least an entry takes: 8 + 1 + 4 + 1 bytes a pair, 8 + 1 + 4 + 4 + 8 a tensor.
-    if n_pairs > min(c.left // 14, MAX_ENTRIES) or n_tensors > min(c.left // 25, MAX_ENTRIES):
-        c.bad(f"claims {n_pairs} metadata entries and {n_tensors} tensors in {c.size} bytes")
+    c.claim(n_pairs, 8 + 1 + 4 + 1, PAIR_COST, "metadata entries")
+    c.claim(n_tensors, 8 + 1 + 4 + 4 + 8, TENSOR_COST, "tensors")
     metadata: dict[str, object] = {}
     types: dict[str, str] = {}
     for i in range(n_pairs):
@@ -284,7 +119,7 @@ def _parse(c: _Cursor) -> GgufFile:
     return GgufFile(c.path, c.size, version, metadata, types, tensors, alignment, start)
 
 
-def _version(c: _Cursor) -> int:
+def _version(c: _Reader) -> int:
     c.fill(min(c.size, 4), "the magic")
     if c.buf[:4] != b"GGUF":
         raise BadFile(f"{c.path}: {_what_instead(c.buf[:512])}")
@@ -321,7 +156,7 @@ def _what_instead(head: bytes) -> str:
     return "is no GGUF file (it doesn't start with 'GGUF'); check the path or download it again."
 
 
-def _alignment(c: _Cursor, metadata: dict[str, object], types: dict[str, str]) -> int:
+def _alignment(c: _Reader, metadata: dict[str, object], types: dict[str, str]) -> int:
     value = metadata.get("general.alignment", 32)
     kind = types.get("general.alignment", "u32")
     if kind != "u32" or not isinstance(value, int) or not 8 <= value <= 1 << 20 or value & (value - 1):
@@ -329,7 +164,7 @@ def _alignment(c: _Cursor, metadata: dict[str, object], types: dict[str, str]) -
     return value
 
 
-def _entry(c: _Cursor, i: int) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(c: _Reader, i: int) -> tuple[str, tuple[int, ...], int, int]:
     """One row of the tensor table -> (name, shape outermost first, type number, offset in the data)."""
     name = c.text(f"the name of tensor {i}", MAX_NAME)
     what = f"tensor {show(name)}"
@@ -342,7 +177,7 @@ def _entry(c: _Cursor, i: int) -> tuple[str, tuple[int, ...], int, int]:
     return name, tuple(reversed(dims)), c.number("<I", what), c.number("<Q", what)
 
 
-def _place(c: _Cursor, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int,
+def _place(c: _Reader, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int,
            alignment: int) -> TensorInfo:  # fmt: skip
     fmt = GGML_TYPES[kind][0] if kind in GGML_TYPES else f"type {kind}"
     if not name:

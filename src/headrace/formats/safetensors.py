@@ -16,6 +16,8 @@ from headrace.formats.files import open_regular, read_exact
 from headrace.formats.tensor import TensorInfo, check_extents, show
 
 MAX_HEADER = 32 << 20
+MARK_COST = 192
+"""Bytes of our memory for each [, { or comma of a header, measured, rounded up."""
 DTYPES: dict[str, tuple[str, int]] = {
     # dtype: (our name, bits a value); of these only F32, F16 and BF16 are computed with
     "F64": ("F64", 64), "F32": ("F32", 32), "F16": ("F16", 16), "BF16": ("BF16", 16), "I64": ("I64", 64),
@@ -80,9 +82,12 @@ def _parse(fd: int, path: Path, size: int) -> list[TensorInfo]:
         raise BadFile(f"{path}: claims a header of {n} bytes in a file of {size}; {hint}, download it again.")
     raw = bytearray(n)
     read_exact(fd, memoryview(raw), 8, path)
-    # A tensor's entry has 3 brackets in 50 bytes or more: many more would only be made to fill our memory.
-    if raw.count(b"[") + raw.count(b"{") > n // 12 + 8:
-        raise BadFile(f"{path}: its header isn't one of tensors; download it again.")
+    # What the parsed header takes of our memory: at most the file's size and 1 MB (a tensor has some 9 marks).
+    marks = raw.count(b"[") + raw.count(b"{") + raw.count(b",")
+    if marks * MARK_COST > size + (1 << 20):
+        raise BadFile(
+            f"{path}: describes too many tensors for a file of {size} bytes; it is damaged, download it again."
+        )
     header = parse_json(path, bytes(raw), "safetensors header")
     if not isinstance(header, dict):
         raise BadFile(f"{path}: its header isn't a JSON object; download it again.")

@@ -11,8 +11,9 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.formats.cursor import Strings
 from headrace.formats.files import atomic
-from headrace.formats.gguf import ARRAY, BOOL, SCALARS, STRING, Strings
+from headrace.formats.gguf import ARRAY, BOOL, SCALARS, STRING
 from headrace.formats.tensor import GGML_IDS, tensor_nbytes
 
 Chunks: TypeAlias = Iterable[bytes | NDArray[np.uint8]]
