@@ -71,6 +71,34 @@ def read_exact(fd: int, out: memoryview, offset: int, path: Path) -> None:
         done += got
 
 
+class DirectFile:
+    """A file read past the page cache: O_DIRECT where it is to be had, else what was read is dropped from the cache.
+
+    Offsets, lengths and memory are multiples of 4096. Threads may read at the same time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        fd, _ = open_regular(path)
+        try:
+            direct = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+            os.close(fd)
+            fd = direct
+            self.direct = hasattr(os, "O_DIRECT")
+        except OSError:  # EINVAL: the file system (tmpfs, some network ones) has no direct reads
+            self.direct = False
+        self._fd = fd
+
+    def read_into(self, out: memoryview, offset: int) -> None:
+        """Fill ``out``; BadFile when the file ends first or the disk fails."""
+        read_exact(self._fd, out, offset, self.path)
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 def _pread(fd: int, out: memoryview, offset: int) -> int:
     if sys.platform == "win32":
         with _seek_lock:

@@ -75,6 +75,9 @@ class Device(Protocol):
     """Where layers are computed."""
 
     name: str
+    layout: str
+    """Name of the packed layout; packed files are keyed by it and its version."""
+    layout_version: int
 
     def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
         """Bytes of a [n, k] tensor in this device's layout: at most the file's + 3%."""

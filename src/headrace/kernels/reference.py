@@ -1,6 +1,7 @@
 """The reference device: every operation in plain NumPy, for tests. What the others are compared with.
 
 Weights stay the file's bytes and are widened once on first use; products are f32, norms and softmax f64 inside.
+The cache may also be f32 (32 bits), which no other device offers: rounding K and V hides small errors elsewhere.
 It reads formats (a neighbour folder) for the block formats: tests need both, and the product needs neither here.
 """
 
@@ -44,6 +45,8 @@ class ReferenceDevice:
     """``Device`` in NumPy. Packing is the identity: a tensor is its file's bytes."""
 
     name = "reference"
+    layout = "file"
+    layout_version = 1
 
     def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
         return n * row_nbytes(fmt, k)
@@ -66,8 +69,8 @@ class ReferenceDevice:
 
 
 def _head_nbytes(dim: int, bits: int) -> int:
-    """One head's K or V of one slot: f16; or per 32 values an f16 scale (and f16 minimum) and 32 x bits."""
-    return 2 * dim if bits == 16 else -(-dim // 32) * {8: 34, 4: 20}[bits]
+    """One head's K or V of one slot: f32 (only here), f16; or per 32 values an f16 scale, f16 minimum (4) and bits."""
+    return dim * bits // 8 if bits >= 16 else -(-dim // 32) * {8: 34, 4: 20}[bits]
 
 
 @dataclass
@@ -107,8 +110,8 @@ class _KV:
 def _encode(x: F32, bits: int) -> Bytes:
     """[heads, dim] -> bytes [heads, a head's bytes]."""
     heads, dim = x.shape
-    if bits == 16:
-        return x.astype(np.float16).view(np.uint8)
+    if bits >= 16:
+        return np.ascontiguousarray(x, np.float16 if bits == 16 else np.float32).view(np.uint8)
     groups = np.zeros((heads, -(-dim // 32) * 32), np.float32)
     groups[:, :dim] = x
     g = groups.reshape(heads, -1, 32)
@@ -130,8 +133,8 @@ def _over(x: F32, scale: NDArray[np.float16]) -> F32:
 
 def _decode(raw: Bytes, dim: int, bits: int) -> F32:
     """Bytes [..., a head's bytes] -> [..., dim]."""
-    if bits == 16:
-        return raw.view(np.float16).astype(np.float32)
+    if bits >= 16:
+        return raw.view(np.float16 if bits == 16 else np.float32).astype(np.float32)
     g = raw.reshape(*raw.shape[:-1], -1, 34 if bits == 8 else 20)
     scale = np.ascontiguousarray(g[..., :2]).view(np.float16).astype(np.float32)
     if bits == 8:
