@@ -1,0 +1,40 @@
+"""A tiny random model file, without any other library: for tests that need a whole model and no text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from headrace.formats.quant import quantise
+from headrace.formats.writer import write_gguf
+
+WIDTH, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 128, 4, 2, 32, 256, 288
+
+
+def tiny_model(path: Path, fmt: str = "Q4_0", blocks: int = 4, seed: int = 0, context: int = 2048) -> Path:
+    """A Llama of random weights in GGUF; matrices as ``fmt``, the rest F32."""
+    random = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, int]] = {"token_embd": (VOCAB, WIDTH), "output": (VOCAB, WIDTH)}
+    for i in range(blocks):
+        shapes |= {
+            f"blk.{i}.attn_q": (HEADS * HEAD, WIDTH), f"blk.{i}.attn_k": (KV_HEADS * HEAD, WIDTH),
+            f"blk.{i}.attn_v": (KV_HEADS * HEAD, WIDTH), f"blk.{i}.attn_output": (WIDTH, HEADS * HEAD),
+            f"blk.{i}.ffn_gate": (FFN, WIDTH), f"blk.{i}.ffn_up": (FFN, WIDTH), f"blk.{i}.ffn_down": (WIDTH, FFN),
+        }  # fmt: skip
+    tensors: dict[str, tuple[str, tuple[int, ...], list[np.ndarray]]] = {}
+    for name, (n, k) in shapes.items():
+        values = (random.standard_normal((n, k)) * (1.5 / np.sqrt(k))).astype(np.float32)
+        tensors[f"{name}.weight"] = (fmt, (n, k), [quantise(fmt, values)])
+    norms = ["output_norm", *(f"blk.{i}.{n}" for i in range(blocks) for n in ("attn_norm", "ffn_norm"))]
+    for name in norms:
+        values = (1 + 0.1 * random.standard_normal(WIDTH)).astype(np.float32)
+        tensors[f"{name}.weight"] = ("F32", (WIDTH,), [values])
+    metadata: dict[str, object] = {
+        "general.architecture": "llama", "llama.context_length": context, "llama.embedding_length": WIDTH,
+        "llama.block_count": blocks, "llama.feed_forward_length": FFN, "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": KV_HEADS, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": HEAD, "llama.rope.freq_base": 10000.0, "llama.vocab_size": VOCAB,
+    }  # fmt: skip
+    write_gguf(path, metadata, tensors)
+    return path
