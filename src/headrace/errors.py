@@ -25,3 +25,7 @@ class OverBudget(HeadraceError):
 
 class BadMessage(HeadraceError):
     """Bytes from a peer that are no valid message, or a message of another version, model or epoch."""
+
+
+class Unavailable(HeadraceError):
+    """Something outside the program is missing: the network, room on the disk, a package, a permission."""

@@ -1,0 +1,81 @@
+"""The command ``headrace``: finds the command asked for, imports only that, and turns errors into one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from headrace import __version__
+from headrace.cli.parser import Parser
+from headrace.errors import HeadraceError
+
+COMMANDS = {
+    "run": "continue or answer one prompt",
+    "chat": "talk with a model, turn by turn",
+    "bench": "measure prefill and decode at several lengths and row counts",
+    "inspect": "tell what a model file is made of, without loading it",
+    "check": "tell what this machine offers and what is missing",
+    "pull": "fetch a model from a Hugging Face hub, resumable and checked",
+    "cache": "list or remove fetched models",
+}
+"""Command -> one line of help. Each is the module ``headrace.cli.<command>`` with ``add`` and ``run``."""
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as a shell reports a program that Ctrl-C ended."""
+
+DESCRIPTION = "Runs large language models bigger than the machine in front of you."
+
+
+def module(command: str) -> ModuleType:
+    """A command's module: ``add(parser)`` declares its arguments, ``run(args)`` does it and returns the exit status."""
+    return importlib.import_module(f"headrace.cli.{command}")
+
+
+def parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
+    """The parser of the whole command line, with the arguments of ``commands`` (importing just those)."""
+    top = Parser(
+        prog="headrace", description=DESCRIPTION, epilog="`headrace COMMAND --help` tells more about a command."
+    )
+    top.add_argument("--version", action="version", version=f"headrace {__version__}")
+    group = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, line in COMMANDS.items():
+        sub = group.add_parser(name, help=line)
+        if name in commands:
+            module(name).add(sub)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit status: 0, 2 for any error a user can cause, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        status = _run(argv)
+        sys.stdout.flush()  # here, where a closed pipe is caught, and not at exit
+        return status
+    except HeadraceError as error:
+        print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wants. Python would complain again when it closes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(argv: Sequence[str]) -> int:
+    named = [word for word in argv if not word.startswith("-")][:1]
+    top = parser(named)
+    args = top.parse_args(argv)
+    if args.command is None:
+        top.print_help()
+        return 0
+    return int(module(args.command).run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What the environment says, read once: no other module looks at ``os.environ`` (a test checks it)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from headrace.errors import Unsupported
+
+HUB = "https://huggingface.co"
+
+VARIABLES = {
+    "HEADRACE_CACHE": "folder for fetched models (default: XDG_CACHE_HOME/headrace, or ~/.cache/headrace)",
+    "HEADRACE_CPU": "use this kernel path and no other: portable or avx2 (default: the best this CPU has)",
+    "HF_ENDPOINT": f"the hub that `headrace pull` asks (default: {HUB})",
+    "HF_TOKEN": "access token for gated models on the hub",
+    "NO_COLOR": "when set, no colours on a terminal",
+}
+"""Every variable Headrace reads, and what it does; ``docs/cli.md`` is made from it."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings from outside. cpu None: the best path. token: never printed."""
+
+    cache: Path
+    cpu: str | None = None
+    hub: str = HUB
+    token: str | None = None
+    colour: bool = True
+
+    def __repr__(self) -> str:
+        return f"Config(cache={str(self.cache)!r}, cpu={self.cpu!r}, hub={self.hub!r}, colour={self.colour})"
+
+
+def resolve(environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration of this process. Unsupported names a variable whose value makes no sense."""
+    env = os.environ if environ is None else environ
+    cpu = env.get("HEADRACE_CPU") or None
+    hub = (env.get("HF_ENDPOINT") or HUB).rstrip("/")
+    if urlsplit(hub).scheme not in ("http", "https") or not urlsplit(hub).netloc:
+        raise Unsupported(f"HF_ENDPOINT is {hub!r}; it must be an address like {HUB}, or unset.")
+    return Config(_cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"))
+
+
+def _cache(env: Mapping[str, str]) -> Path:
+    given = env.get("HEADRACE_CACHE")
+    if given:
+        return Path(given).expanduser().absolute()
+    # XDG Base Directory Specification: a relative path there is invalid and to be ignored.
+    base = env.get("XDG_CACHE_HOME", "")
+    if base and Path(base).is_absolute():
+        return Path(base) / "headrace"
+    if sys.platform == "win32" and env.get("LOCALAPPDATA"):
+        return Path(env["LOCALAPPDATA"]) / "headrace"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise Unsupported("There is no home folder to keep models in; set HEADRACE_CACHE to a folder.") from None
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "headrace"

@@ -1,0 +1,32 @@
+"""From what a person calls a model to its path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.errors import BadFile
+from headrace.store import hub, known
+from headrace.store.transfer import Progress
+
+
+def find(text: str | None, config: Config, note: Callable[[str], None], progress: Progress) -> Path:
+    """The path of a model file or folder, fetched first when it has to be.
+
+    text: a path, a known model's name, ``hf:ORG/REPO[:FILE]``, or None for the demo model. A path that exists wins.
+    """
+    if text is None:
+        return known.fetch(known.DEMO, config.cache, note)
+    if text.startswith("hf:"):
+        name = hub.parse(text)
+        return hub.cached(name, config) or hub.pull(name, config, progress, note)
+    path = Path(text)
+    if text in known.KNOWN and not path.exists():
+        return known.fetch(known.KNOWN[text], config.cache, note)
+    if not path.exists() and not path.is_symlink():
+        raise BadFile(
+            f"{text}: there is no such file or folder. Models known by name are {', '.join(known.KNOWN)}; "
+            "hf:ORG/REPO names one on a hub."
+        )
+    return path
