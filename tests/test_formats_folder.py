@@ -155,7 +155,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "web page": (b"<!DOCTYPE html><html></html>", "web page"),
     "not JSON": (st(b"{abc}"), "isn't JSON"),
     "a list": (st([]), "isn't a JSON object"),
-    "brackets": (st(b"[" + b"[]," * 2000 + b"[]]"), "too many tensors"),
+    "brackets": (st(b"[" + b"[]," * 5000 + b"[]]"), "too many tensors"),
     "deep": (st(b"[" * 1000 + b"]" * 1000), "nested too deep"),
     "twice": (st(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],'
                  b'"data_offsets":[0,1]}}', b"x"), "key 'a' twice"),
@@ -196,7 +196,7 @@ def test_unknown_dtype_is_refused_when_needed(tmp_path: Path) -> None:
     path = folder(tmp_path) / "model.safetensors"
     path.write_bytes(st({"a": tensor("F8_E4M3", [8]), "b": tensor("Q77", [2], [8, 16])}, bytes(16)))
     m = open_model(tmp_path)
-    for name, kind in [("a", "F8_E4M3"), ("b", "type Q77")]:
+    for name, kind in [("a", "F8_E4M3"), ("b", "type 'Q77'")]:
         with pytest.raises(Unsupported, match=f"'{name}' has the type {kind}"):
             require_known(m, [name])
 

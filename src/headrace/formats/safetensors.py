@@ -119,7 +119,7 @@ def _entry(path: Path, name: str, entry: object, start: int, size: int) -> Tenso
     if 0 in shape:
         raise bad(f"is empty (shape {shape})")
     nbytes = ends[1] - ends[0]
-    fmt, bits = DTYPES.get(dtype, (f"type {dtype[:40]}", 0))
+    fmt, bits = DTYPES.get(dtype, (f"type {show(dtype)}", 0))
     if bits and math.prod(shape) * bits != nbytes * 8:
         raise bad(f"has {nbytes} bytes where {dtype} {shape} needs {math.prod(shape) * bits // 8}")
     return TensorInfo(name, fmt, tuple(shape), path, start + ends[0], nbytes)
