@@ -1,0 +1,192 @@
+"""The CPU device: the C++ extension behind ``Device``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kernels import _native
+from headrace.kernels.device import F32, Bytes, KVShape, Rows
+from headrace.kernels.draw import Draw, Drawn
+from headrace.kernels.ops import Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
+
+ROW_FIELDS = ("token", "position", "slot", "base", "base_len", "extra", "extra_len", "lists", "wanted")
+_Kind = _native.Op.Kind
+
+
+class CpuDevice:
+    """``Device`` on the CPU. threads: of its pool, the caller's included; path: "portable", "avx2" or "" (the best).
+
+    Calls from several Python threads take turns. A ``ValueError`` says the caller broke the contract of ``Device``.
+    """
+
+    name = "cpu"
+    layout = "rows8"
+    layout_version = 1
+
+    def __init__(self, threads: int, path: str = "") -> None:
+        self._native = _native.Device(threads, path)
+        self._rows: tuple[Rows, _native.Rows] | None = None
+
+    @property
+    def path(self) -> str:
+        """Which kernels run: "portable" or "avx2"."""
+        return self._native.path
+
+    @property
+    def threads(self) -> int:
+        return self._native.threads
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes of scratch held now; grows to at most the largest ``scratch_nbytes`` of what was run."""
+        return self._native.arena_nbytes
+
+    def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
+        return _native.packed_nbytes(fmt, n, k)
+
+    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes) -> None:
+        _native.pack(fmt, n, k, raw, out)
+
+    def weight(self, fmt: str, n: int, k: int, packed: Bytes) -> _native.Matrix:
+        return _native.Matrix(fmt, n, k, packed)
+
+    def compile(self, ops: Sequence[Op], width: int) -> CpuProgram:
+        return CpuProgram(self, ops, width)
+
+    def page_nbytes(self, shape: KVShape) -> int:
+        return self.kv_layer(shape, np.empty(0, np.uint64)).page_nbytes
+
+    def kv_layer(self, shape: KVShape, pages: NDArray[np.uint64]) -> _native.KV:
+        return _native.KV(shape.kv_heads, shape.head_dim, shape.k_bits, shape.v_bits, pages)
+
+    def scratch_nbytes(
+        self, ops: Sequence[Op], width: int, max_rows: int, shapes: Mapping[str, tuple[str, int, int]]
+    ) -> int:
+        """The most memory the device takes for runs of up to ``max_rows`` of these ops, at any context.
+
+        shapes: (format, n, k) of each tensor the ops name. All programs share it: take the largest of the layers'.
+        """
+        program = CpuProgram(self, ops, width)
+        weights = tuple(_native.Matrix.shape_only(*shapes[name]) for name in program.names)
+        return _native.Bound(program.native, weights).scratch_nbytes(max_rows, self.threads)
+
+    def native_rows(self, rows: Rows) -> _native.Rows:
+        """The rows as C++ reads them, checked; made once for all layers of a run."""
+        if self._rows is None or self._rows[0] is not rows:
+            self._rows = rows, _native.Rows([getattr(rows, f) for f in ROW_FIELDS])
+        return self._rows[1]
+
+    def sample(self, logits: F32, draws: Sequence[Draw]) -> list[Drawn]:
+        """Choose a token for each row of logits [rows, vocab]; see docs/kernels.md, "Sampling"."""
+        return [Drawn(*row) for row in _native.sample(self._native, logits, [_draw(d) for d in draws])]
+
+    def bandwidth(self, nbytes: int = 256 << 20, repeats: int = 3) -> float:
+        """Bytes/s at which all threads together read ``nbytes`` of memory (best of ``repeats``)."""
+        data = np.ones(nbytes, np.uint8)
+        best = float("inf")
+        for _ in range(repeats):
+            start = perf_counter()
+            self._native.read(data)
+            best = min(best, perf_counter() - start)
+        return nbytes / best
+
+
+class CpuProgram:
+    """A compiled layer. ``run`` joins it with weights each time; ``bind`` does so once, for weights that stay."""
+
+    def __init__(self, device: CpuDevice, ops: Sequence[Op], width: int) -> None:
+        compiler = _Compiler(device)
+        native = [compiler.op(op) for op in ops]
+        self.device = device
+        self.width = width
+        self.names = tuple(compiler.weights)
+        self.native = _native.Program(width, len(compiler.registers), compiler.registers.get("logits", -1), native)
+
+    def bind(self, weights: Mapping[str, _native.Matrix]) -> BoundProgram:
+        """The program with its weights, which it keeps alive."""
+        return BoundProgram(self, weights)
+
+    def run(self, x: F32, weights: Mapping[str, _native.Matrix], rows: Rows, kv: _native.KV | None) -> F32:
+        return BoundProgram(self, weights).run(x, rows, kv)
+
+
+class BoundProgram:
+    """A program and its weights: one layer, ready to run."""
+
+    def __init__(self, program: CpuProgram, weights: Mapping[str, _native.Matrix]) -> None:
+        self._device = program.device
+        self._bound = _native.Bound(program.native, tuple([weights[name] for name in program.names]))
+        self._result_width = self._bound.result_width if program.native.has_logits else 0
+
+    def run(self, x: F32, rows: Rows, kv: _native.KV | None) -> F32:
+        """As ``Program.run``."""
+        native = self._device.native_rows(rows)
+        out = np.empty((rows.wanted.shape[0], self._result_width), np.float32) if self._result_width else None
+        self._bound.run(self._device._native, x, out, native, kv)
+        return x if out is None else out
+
+
+class _Compiler:
+    """Names of registers and weights to numbers, in order of appearance."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.device = device
+        self.registers = {"x": 0}
+        self.weights: dict[str, int] = {}
+
+    def register(self, name: str | None) -> int:
+        return -1 if name is None else self.registers.setdefault(name, len(self.registers))
+
+    def weight(self, name: str | None) -> int:
+        return -1 if name is None else self.weights.setdefault(name, len(self.weights))
+
+    def op(self, op: Op) -> _native.Op:
+        match op:
+            case Gather():
+                o = self._made(_Kind.Gather, op.dst, weight=op.table, flag=op.accumulate)
+                o.by_position, o.n, o.value = op.index == "position", op.offset, op.scale
+            case Norm():
+                o = self._made(_Kind.Norm, op.dst, op.src, op.weight, op.bias, op.kind == "layer")
+                o.n, o.value = op.group, op.eps
+            case Linear():
+                o = self._made(_Kind.Linear, op.dst, op.src, op.weight, op.bias, op.accumulate)
+            case Rope():
+                o = self._made(_Kind.Rope, op.buf, flag=op.style == "interleaved")
+                o.heads, o.head_dim, o.n = op.heads, op.head_dim, len(op.inv_freq)
+                o.table = self.device._native.rope_table(list(op.inv_freq), op.magnitude)
+            case StoreKV():
+                o = self._made(_Kind.StoreKV, None, op.k)
+                o.src2 = self.register(op.v)
+            case Attend():
+                o = self._made(_Kind.Attend, op.dst, op.src)
+                o.heads, o.kv_heads, o.head_dim = op.heads, op.kv_heads, op.head_dim
+                o.value, o.window, o.softcap = op.scale, op.window, op.softcap
+            case Act():
+                o = self._made(_Kind.Act, op.dst, op.src)
+                o.src2, o.act = self.register(op.up), _native.Op.Activation[op.kind]
+            case Add():
+                o = self._made(_Kind.Add, op.dst, op.src)
+            case Copy():
+                o = self._made(_Kind.Copy, op.dst, op.src, flag=op.wanted)
+            case Scale():
+                o = self._made(_Kind.Scale, op.buf)
+                o.value, o.softcap = op.factor, op.softcap
+        return o
+
+    def _made(
+        self, kind: _native.Op.Kind, dst: str | None, src: str | None = None,
+        weight: str | None = None, bias: str | None = None, flag: bool = False,
+    ) -> _native.Op:  # fmt: skip
+        o = _native.Op(kind)
+        o.dst, o.src, o.flag = self.register(dst), self.register(src), flag
+        o.weight, o.bias = self.weight(weight), self.weight(bias)
+        return o
+
+
+def _draw(d: Draw) -> _native.Draw:
+    reals = (d.temperature, d.top_p, d.min_p, d.repeat_penalty, d.frequency_penalty, d.presence_penalty)
+    return _native.Draw(reals, d.top_k, d.seed, d.choice, d.position, d.recent, list(d.bias), d.mask, d.logprobs)
