@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from headrace import config
 from headrace.errors import Unsupported
 from headrace.kernels.cpu import CpuDevice
 
@@ -19,7 +18,7 @@ def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None) -> C
         raise Unsupported(f"There is no device {name!r}; there is: cpu.")
     if threads < 1:
         raise Unsupported(f"{threads} threads can't compute anything; ask for 1 or more.")
-    path = os.environ.get(CPU_VARIABLE, "") if cpu is None else cpu
+    path = config.resolve().cpu or "" if cpu is None else cpu
     try:
         return CpuDevice(threads, path)
     except ValueError as error:

@@ -1,0 +1,110 @@
+"""Documents made from the code: ``docs/cli.md`` from the parsers, README's figures from ``benchmarks/results``.
+
+``python scripts/docs.py`` exits with 1 when a document is behind; ``--write`` brings it up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from headrace.cli import main as cli  # noqa: E402
+from headrace.config import VARIABLES  # noqa: E402
+
+CLI = ROOT / "docs" / "cli.md"
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def command_line() -> str:
+    """The text of docs/cli.md."""
+    top = cli.parser()
+    lines = ["# Commands", "", "Made from the program's own help by `scripts/docs.py --write`; don't edit.", ""]
+    lines += ["`headrace COMMAND --help` prints the same. Results go to stdout, everything else to stderr.", ""]
+    lines += ["Exit status: 0 done; 2 an error, told in one line beginning with `headrace:`; 130 ended by Ctrl-C.", ""]
+    for command in _commands(top).values():
+        lines += _command(command)
+    lines += ["## Environment", "", "| variable | what it does |", "|---|---|"]
+    lines += [f"| `{name}` | {_cell(what)} |" for name, what in VARIABLES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _command(parser: argparse.ArgumentParser, level: str = "##") -> Iterator[str]:
+    yield from (f"{level} {parser.prog}", "", parser.description or "", "")
+    rows = [row for action in parser._actions if (row := _argument(action))]
+    if rows:
+        yield from ("| argument | what it does |", "|---|---|", *rows, "")
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            lines = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, sub in action.choices.items():
+                sub.description = sub.description or lines[name]
+                yield from _command(sub, level + "#")
+
+
+def _argument(action: argparse.Action) -> str | None:
+    if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
+        return None
+    value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper())
+    if action.option_strings:
+        shown = ", ".join(f"`{flag}`" for flag in action.option_strings)
+        shown += "" if action.nargs == 0 else f" `{value}`"
+    else:
+        shown = f"`{value}`"
+    text = (action.help or "") % {**vars(action), "prog": ""}
+    return f"| {shown} | {_cell(text)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def figures(text: str) -> str:
+    """README with every table between ``<!-- figures: NAME -->`` and ``<!-- end -->`` made from NAME.json.
+
+    NAME.json: {"columns": [...], "rows": [[...], ...], "notes": [...]}; numbers are shown as they stand there.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        data = json.loads((RESULTS / f"{found[2]}.json").read_text())
+        rows = [data["columns"], ["---"] * len(data["columns"]), *data["rows"]]
+        lines = ["| " + " | ".join(_cell(str(cell)) for cell in row) + " |" for row in rows]
+        return found[1] + "\n".join([*lines, *(f"\n{note}" for note in data.get("notes", []))]) + "\n" + found[3]
+
+    return FIGURES.sub(fill, text)
+
+
+def documents() -> Iterator[tuple[Path, str]]:
+    """(file, what it should hold) of every generated document."""
+    yield CLI, command_line()
+    yield README, figures(README.read_text(encoding="utf-8"))
+
+
+def behind() -> list[str]:
+    return [p.name for p, text in documents() if not p.exists() or p.read_text(encoding="utf-8") != text]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        for path, wanted in list(documents()):
+            path.write_text(wanted, encoding="utf-8")
+    elif sys.argv[1:]:
+        sys.exit(__doc__)
+    if late := behind():
+        sys.exit(f"{', '.join(late)}: behind the code; run `python scripts/docs.py --write` and commit")
+    print("generated documents: up to date")
