@@ -16,7 +16,7 @@ from headrace.memory.kv import HostKV, kv_shapes, page_nbytes
 from headrace.memory.slots import pages_for
 from headrace.memory.weights import Resident, Weights, layer_nbytes
 from headrace.model.layers import Model, load_model
-from headrace.run.compute import DeviceComputer, Sampler
+from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Stage
@@ -102,8 +102,7 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     _count(budget, device, model, pages, options)
     weights = Resident(device, model, range(len(layers)))
     cache = HostKV(device, kv_shapes(layers, options.kv_bits), pages)
-    sampler: Sampler = device.sampler(model.spec.vocab)  # type: ignore[attr-defined]
-    computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache, sampler)
+    computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
     stage = Stage(0, len(layers), len(layers))
     loop = Loopback(Head(pages, order), [(stage, computer)])
     return Parts(model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model))
@@ -123,7 +122,9 @@ def _count(budget: Budget, device: Device, model: Model, pages: int, options: Op
     budget.take("program", resident_now())
     budget.take("weights", sum(layer_nbytes(device, layer) for layer in model.layers))
     scratch = max(
-        device.scratch_nbytes(layer.ops, model.spec.width, options.rows)  # type: ignore[attr-defined]
+        device.scratch_nbytes(
+            layer.ops, model.spec.width, options.rows, {n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()}
+        )
         for layer in model.layers
     )
     budget.take("working buffers", scratch)

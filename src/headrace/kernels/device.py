@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kernels.ops import Op
+
+if TYPE_CHECKING:
+    from headrace.kernels.draw import Draw, Drawn
 
 I32: TypeAlias = NDArray[np.int32]
 F32: TypeAlias = NDArray[np.float32]
@@ -60,14 +63,26 @@ class KVShape:
     v_bits: int = 16
 
 
-class Program(Protocol):
-    """A compiled layer."""
+class BoundProgram(Protocol):
+    """A compiled layer joined with its weights."""
 
-    def run(self, x: F32, weights: Mapping[str, Weight], rows: Rows, kv: Any | None) -> F32:
+    def run(self, x: F32, rows: Rows, kv: Any | None) -> F32:
         """One step: one layer of one run. x: the residual rows [rows, width], changed in place.
 
         Returns x, or for the last layer the logits [wanted rows, vocab]. ``kv``: from ``Device.kv_layer``.
         """
+        ...
+
+
+class Program(Protocol):
+    """A compiled layer."""
+
+    def bind(self, weights: Mapping[str, Weight]) -> BoundProgram:
+        """The layer with its tensors, which it keeps alive."""
+        ...
+
+    def run(self, x: F32, weights: Mapping[str, Weight], rows: Rows, kv: Any | None) -> F32:
+        """``bind(weights).run(x, rows, kv)``."""
         ...
 
 
@@ -92,6 +107,16 @@ class Device(Protocol):
         ...
 
     def compile(self, ops: Sequence[Op], width: int) -> Program: ...
+
+    def scratch_nbytes(
+        self, ops: Sequence[Op], width: int, max_rows: int, shapes: Mapping[str, tuple[str, int, int]]
+    ) -> int:
+        """The most working memory for runs of up to ``max_rows`` rows of these ops; shapes: (format, n, k) by name."""
+        ...
+
+    def sample(self, logits: F32, draws: Sequence[Draw]) -> list[Drawn]:
+        """Choose a token for each row of logits [rows, vocab]."""
+        ...
 
     def page_nbytes(self, shape: KVShape) -> int:
         """Bytes of one (layer, page) extent."""

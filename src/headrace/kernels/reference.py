@@ -160,9 +160,21 @@ class _Step:
 
 
 @dataclass
+class _Bound:
+    program: _Program
+    weights: Mapping[str, Any]
+
+    def run(self, x: F32, rows: Rows, kv: Any | None) -> F32:
+        return self.program.run(x, self.weights, rows, kv)
+
+
+@dataclass
 class _Program:
     ops: tuple[Op, ...]
     width: int
+
+    def bind(self, weights: Mapping[str, Any]) -> _Bound:
+        return _Bound(self, weights)
 
     def run(self, x: F32, weights: Mapping[str, Any], rows: Rows, kv: Any | None) -> F32:
         """As ``Program.run``: x, changed in place, or the register ``logits`` where the ops write it."""

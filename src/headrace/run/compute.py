@@ -8,23 +8,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.kernels.device import F32, Device, Program, Weight
+from headrace.kernels.device import F32, BoundProgram, Device, Program, Weight
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer
+from headrace.run.sample import choose
 from headrace.run.stage import Run
-from headrace.run.types import Choice, Sampling
+from headrace.run.types import Choice
 
 
 class Cache(Protocol):
     """The KV cache of a stage's layers."""
 
     def layer(self, index: int) -> Any | None: ...
-
-
-class Sampler(Protocol):
-    """Chooses tokens. rows: for each row of logits its parameters, the ids they look back at, the row's position."""
-
-    def choose(self, logits: F32, rows: Sequence[tuple[Sampling, np.ndarray, int]]) -> list[Choice]: ...
 
 
 class DeviceComputer:
@@ -38,16 +33,16 @@ class DeviceComputer:
         width: int,
         weights: Weights,
         cache: Cache,
-        sampler: Sampler,
     ) -> None:
+        self.device = device
         self.width = width
         self.weights = weights
         self.cache = cache
-        self.sampler = sampler
         self.last = len(layers) - 1
         self._programs: dict[int, Program] = {i: device.compile(layers[i].ops, width) for i in own}
         self._holding = -1
-        self._held: Mapping[str, Weight] = {}
+        self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
+        self._now: BoundProgram | None = None
         self._stack = ExitStack()
 
     def step(self, layer: int, run: Run) -> None:
@@ -59,29 +54,32 @@ class DeviceComputer:
             return
         if layer != self._holding:
             self._hold(layer)
-        out = self._programs[layer].run(run.x, self._held, rows, self.cache.layer(layer))
+        assert self._now is not None
+        out = self._now.run(run.x, rows, self.cache.layer(layer))
         if layer == self.last:
-            run.choices = self._choose(run, out)
+            run.choices = self._answer(run, out)
 
-    def _choose(self, run: Run, logits: F32) -> tuple[Choice, ...]:
+    def _answer(self, run: Run, logits: F32) -> tuple[Choice, ...]:
         asked = []
-        ids = []
-        for r in run.rows.wanted.tolist():
-            i = run.live[r]
-            sampling, history = run.history[i]
-            ids.append(i)
-            asked.append((sampling, history, run.message.rows[i].position))
-        chosen = self.sampler.choose(logits, asked)
-        return tuple(Choice(i, c.token, c.logprob, c.top) for i, c in zip(ids, chosen, strict=True))
+        for i in (run.live[r] for r in run.rows.wanted.tolist()):
+            sampling, ids = run.history[i]
+            asked.append((i, sampling, ids, run.message.rows[i].position))
+        return choose(self.device, logits, asked)
 
     def _hold(self, layer: int) -> None:
+        """Hold a layer's weights in place of the last one's; joined with its program once per place they lie in."""
         self._stack.close()
         self._holding = -1
-        self._held = self._stack.enter_context(self.weights.hold(layer))
+        held = self._stack.enter_context(self.weights.hold(layer))
+        key = layer, id(held)
+        if key not in self._bound or self._bound[key][0] is not held:
+            self._bound[key] = held, self._programs[layer].bind(held)
+        self._now = self._bound[key][1]
         self._holding = layer
 
     def close(self) -> None:
         """Give back what is held."""
         self._stack.close()
         self._holding = -1
-        self._held = {}
+        self._now = None
+        self._bound.clear()
