@@ -87,7 +87,7 @@ class Eager(NoGuesses):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def place(self, tips, sizes, order, now):  # type: ignore[no-untyped-def]
+    def place(self, tips, sizes, free, order, now):  # type: ignore[no-untyped-def]
         placed = []
         for seq, tip in tips:
             nodes = [n for n in tip.subtree() if not n.launched][: self.random.randint(0, 9)]

@@ -20,6 +20,7 @@ from headrace.run.types import (
     Emit,
     Finish,
     HeadEvent,
+    Passed,
     Result,
     RunMessage,
     Step,
@@ -100,7 +101,7 @@ class Loopback:
             if isinstance(effect, Step):
                 computer.step(effect.layer, stage.runs[effect.run])
                 self._queue.append((at, effect))
-            elif isinstance(effect, Result):
+            elif isinstance(effect, Result | Passed):
                 self._queue.append((self.HEAD, effect))
             else:
                 self._queue.append((at + 1, effect))

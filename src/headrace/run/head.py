@@ -29,6 +29,7 @@ from headrace.run.types import (
     HeadEffect,
     HeadEvent,
     Params,
+    Passed,
     Request,
     Result,
     Row,
@@ -65,7 +66,7 @@ class Flight:
     rows: list[tuple[int, Node | None]]
     gone: set[int] = field(default_factory=set)
     last: bool = True
-    """The last run of its block."""
+    """The last run of its block, and that block still counts as in flight; a block of dead guesses doesn't."""
 
 
 class Head:
@@ -86,6 +87,8 @@ class Head:
         self._ops: list[CacheOp] = []
         self._next_run = 0
         self._blocks = 0
+        self._entering: set[int] = set()
+        """Runs that have not left stage 0 yet."""
         self._turn: deque[int] = deque()
         """Sequence ids, the least recently served first."""
 
@@ -99,8 +102,9 @@ class Head:
         elif isinstance(event, Draft):
             live = self.live.get(event.seq)
             if live is not None:
-                graft(live.tip, live.tokens, event)
-                self.policy.drafted(live.seq, event, now)
+                self.policy.drafted(live.seq, event, graft(live.tip, live.tokens, event), now)
+        elif isinstance(event, Passed):
+            self._entering.discard(event.run)
         elif isinstance(event, Submit):
             self.waiting.append(event.request)
         elif isinstance(event, Withdraw):
@@ -174,6 +178,7 @@ class Head:
             return
         flight = self.flights.pop(result.run)
         self._blocks -= flight.last
+        self._entering.discard(result.run)
         self.policy.returned(result.run, len(flight.rows) - len(flight.gone), now)
         touched: dict[int, None] = {}
         for choice in result.choices:
@@ -229,13 +234,21 @@ class Head:
     def _drop(self, live: Live, top: Node, cancels: dict[int, set[int]]) -> None:
         """Throw a subtree away: its slots can be handed out at once, its rows under way are cancelled."""
         for node in top.subtree():
+            node.dead = True
             if node.slot is None:
                 continue
             self.pool.give_back(live.lease, node.slot)
             flight = self.flights.get(node.run)
             if flight is not None:
-                flight.gone.add(node.row)
-                cancels.setdefault(node.run, set()).add(node.row)
+                self._lose(node.run, flight, node.row, cancels)
+
+    def _lose(self, run: int, flight: Flight, row: int, cancels: dict[int, set[int]]) -> None:
+        """Cancel a row under way. A run without rows no longer holds a place: what is known must not wait for it."""
+        flight.gone.add(row)
+        cancels.setdefault(run, set()).add(row)
+        if flight.last and len(flight.gone) == len(flight.rows):
+            flight.last = False
+            self._blocks -= 1
 
     def _finish(self, live: Live, reason: str, cancels: dict[int, set[int]], effects: list[HeadEffect]) -> None:
         for node in live.tip.children.values():
@@ -244,8 +257,7 @@ class Head:
         for run, flight in self.flights.items():
             for row, (seq, _) in enumerate(flight.rows):
                 if seq == live.seq and row not in flight.gone and not live.request.keep:
-                    flight.gone.add(row)
-                    cancels.setdefault(run, set()).add(row)
+                    self._lose(run, flight, row, cancels)
         del self.live[live.seq]
         self._turn.remove(live.seq)
         self.policy.over(live.seq)
@@ -296,7 +308,7 @@ class Head:
                 demands.append(Demand(seq, known, prompt=live.emitted == 0))
         runs = [self._known_rows(shares, self._next_run + i) for i, shares in enumerate(fill(demands, self.order))]
         tips = [(seq, self.live[seq].tip) for seq in self._turn if self.live[seq].tip.launched]
-        for at, nodes in self.policy.place(tips, [len(r) for r in runs], self.order, now):
+        for at, nodes in self.policy.place(tips, [len(r) for r in runs], not self._entering, self.order, now):
             for seq, node in nodes:
                 slot = self._guess_slot(self.live[seq], node)
                 if slot is None:
@@ -345,6 +357,7 @@ class Head:
         for i, (_, node) in enumerate(rows):
             if node is not None:
                 node.run, node.row = run, i
+        self._entering.add(run)
         self.flights[run] = Flight([(row.seq, node) for row, node in rows], last=not more)
         self.policy.launched(run, rows, now)
         effects.append(RunMessage(self.epoch, run, more, tuple(self._ops), tuple(row for row, _ in rows)))

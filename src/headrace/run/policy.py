@@ -23,16 +23,18 @@ class GuessPolicy(Protocol):
         """Whether the sequence's known tokens may be launched now (a synchronous policy waits for its draft)."""
         ...
 
-    def drafted(self, seq: int, draft: Draft, now: float) -> None: ...
+    def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
+        """A draft came; ``fresh``: the nodes it added to the sequence's tree, parents first."""
+        ...
 
     def place(
-        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], order: Order, now: float
+        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], free: bool, order: Order, now: float
     ) -> list[tuple[int, list[tuple[int, Node]]]]:
         """Guesses for the block being composed: (run index, [(seq, node)]), parents before children.
 
         tips: (seq, tip) of sequences whose tip is launched; sizes: known rows in each run so far; a run index
         at or past len(sizes) makes a run. A node's parent must be launched, or placed before it; a node goes no
-        earlier than its parent's run.
+        earlier than its parent's run. free: stage 0 has nothing to do.
         """
         ...
 
@@ -57,11 +59,11 @@ class NoGuesses:
     def ready(self, seq: int, now: float) -> bool:
         return True
 
-    def drafted(self, seq: int, draft: Draft, now: float) -> None:
+    def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
         return None
 
     def place(
-        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], order: Order, now: float
+        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], free: bool, order: Order, now: float
     ) -> list[tuple[int, list[tuple[int, Node]]]]:
         return []
 

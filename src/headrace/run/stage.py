@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.errors import BadMessage
 from headrace.kernels.device import F32, I32, Rows
-from headrace.memory.slots import Tables
+from headrace.memory.slots import Table, Tables
 from headrace.run.types import (
     Append,
     CacheOp,
@@ -24,6 +24,7 @@ from headrace.run.types import (
     Fork,
     Free,
     Params,
+    Passed,
     Result,
     Row,
     RunMessage,
@@ -33,25 +34,48 @@ from headrace.run.types import (
     Step,
 )
 
+_NONE: I32 = np.empty(0, np.int32)
+
 
 @dataclass
 class Run:
-    """A run on this stage, everything it reads resolved when its message was unpacked and not changed after.
+    """A run on this stage, everything it reads fixed when its message was unpacked and not changed after.
 
     live: indices (in the message's rows) of the rows still computed; rows and x belong to these, in order.
+    tables: of its sequences; append-only, so ``lengths`` (committed slots each of the message's rows sees)
+    fixes what is read of them.
     """
 
     message: RunMessage
     live: list[int]
-    bases: list[I32]
+    tables: dict[int, Table]
+    lengths: list[int]
     history: dict[int, tuple[Sampling, I32]]
-    rows: Rows
     x: F32 | None
     choices: tuple[Choice, ...] = ()
+    _rows: Rows | None = None
 
     @property
     def id(self) -> int:
         return self.message.run
+
+    def base(self, i: int) -> I32:
+        """The committed slots that row i of the message sees, a view of its sequence's table."""
+        return self.tables[self.message.rows[i].seq].slots[: self.lengths[i]]
+
+    @property
+    def rows(self) -> Rows:
+        """The live rows with their slot lists, as a device wants them."""
+        if self._rows is None:
+            self._rows = resolve(self.message.rows, self.live, [self.base(i) for i in self.live])
+        return self._rows
+
+    def keep(self, live: list[int]) -> None:
+        """Take the other rows out."""
+        if self.x is not None:
+            at = {i: r for r, i in enumerate(self.live)}
+            self.x = np.ascontiguousarray(self.x[[at[i] for i in live]])
+        self.live, self._rows = live, None
 
 
 @dataclass
@@ -118,24 +142,24 @@ class Stage:
             self.params.pop(op.seq, None)
 
     def _unpack(self, message: RunMessage) -> Run:
-        """Resolve every row's slot list now: later cache operations must not change what this run reads."""
-        live = list(range(len(message.rows))) if message.live is None else [int(i) for i in message.live]
+        """Fix every row's slot list now: later cache operations must not change what this run reads."""
+        live = list(range(len(message.rows))) if message.live is None else message.live.tolist()
         if message.x is not None and message.x.shape[0] != len(live):
             raise BadMessage(f"run {message.run}: {message.x.shape[0]} activations for {len(live)} rows")
+        tables: dict[int, Table] = {}
+        lengths: list[int] = []
         for row in message.rows:
             self.tables.note(row.slot, row.token)
-        bases = [self._base(message.rows[i]) for i in live]
+            lengths.append(row.position - len(row.ancestors) if row.guess else row.position + 1)
+        for i in live:
+            seq = message.rows[i].seq
+            table = tables.get(seq)
+            if table is None:
+                table = tables[seq] = self.tables[seq]
+            if not 0 <= lengths[i] <= table.length:
+                raise BadMessage(f"a row of sequence {seq} sees {lengths[i]} slots, {table.length} are committed")
         history = self._history(message, live) if self.end == self.total else {}
-        rows = resolve(message.rows, live, bases)
-        return Run(message, live, bases, history, rows, message.x)
-
-    def _base(self, row: Row) -> I32:
-        """The committed slots a row sees, a view of its sequence's table."""
-        length = row.position - len(row.ancestors) if row.guess else row.position + 1
-        table = self.tables[row.seq]
-        if not 0 <= length <= table.length:
-            raise BadMessage(f"a row of sequence {row.seq} sees {length} slots, {table.length} are committed")
-        return table.slots[:length]
+        return Run(message, live, tables, lengths, history, message.x)
 
     def _history(self, message: RunMessage, live: list[int]) -> dict[int, tuple[Sampling, I32]]:
         """Sampling parameters of the rows that want a token, with the ids their penalties look back at."""
@@ -147,7 +171,7 @@ class Stage:
             sampling = self.params.get(row.seq)
             if sampling is None:
                 raise BadMessage(f"sequence {row.seq} has no sampling parameters here")
-            ids = np.empty(0, np.int32)
+            ids = _NONE
             if sampling.looks_back:
                 own = [*row.ancestors, row.slot] if row.guess else []
                 length = row.position + 1 - len(own)
@@ -196,12 +220,7 @@ class Stage:
         gone = self.cancelled.pop(run.id, None)
         if not gone or gone.isdisjoint(run.live):
             return
-        keep = [at for at, i in enumerate(run.live) if i not in gone]
-        run.live = [run.live[at] for at in keep]
-        run.bases = [run.bases[at] for at in keep]
-        run.rows = resolve(run.message.rows, run.live, run.bases)
-        if run.x is not None:
-            run.x = np.ascontiguousarray(run.x[keep])
+        run.keep([i for i in run.live if i not in gone])
 
     def _leave(self, run: Run, effects: list[StageEffect]) -> None:
         del self.runs[run.id]
@@ -213,6 +232,8 @@ class Stage:
         live = None if len(run.live) == len(message.rows) else np.asarray(run.live, np.int32)
         x = run.x if run.live else None
         effects.append(RunMessage(message.epoch, message.run, message.more, message.ops, message.rows, live, x))
+        if self.first == 0:
+            effects.append(Passed(run.id))
 
     def check_integrity(self) -> list[str]:
         """What is wrong when no run should be here, as sentences; empty when all is well."""

@@ -15,7 +15,8 @@ class Node:
     """A token that is known (the tip) or guessed, at a position of its sequence."""
 
     __slots__ = (
-        "answer", "children", "drafter", "parent", "position", "probability", "rank", "row", "run", "slot", "token"
+        "answer", "children", "dead", "drafter", "parent", "position", "probability", "rank", "row", "run", "score",
+        "slot", "token",
     )  # fmt: skip
 
     def __init__(self, token: int, position: int, parent: Node | None = None) -> None:
@@ -30,6 +31,10 @@ class Node:
         self.probability = 1.0
         self.rank = 0
         self.drafter = 0
+        self.dead = False
+        """Thrown away: it is no longer in the tree."""
+        self.score = 0.0
+        """A policy's own note; ours: log of the measured probability, summed from the sequence's start."""
 
     @property
     def launched(self) -> bool:
@@ -58,20 +63,20 @@ class Node:
         return Row(seq, self.position, self.token, self.slot, wanted=True, guess=True, ancestors=self.ancestors())
 
 
-def graft(tip: Node, known: list[int], draft: Draft) -> int:
+def graft(tip: Node, known: list[int], draft: Draft) -> list[Node]:
     """Hang a draft's guesses under the tip; those that what is known has overtaken are dropped.
 
-    known: the sequence's tokens, the tip's last. Returns how many nodes are new.
+    known: the sequence's tokens, the tip's last. Returns the nodes that are new, parents first.
     A draft is relative to its base; tokens committed since select a path through it, the rest is lost.
     """
     base = draft.base
     tail = draft.tail
     if base > len(known) or tuple(known[base - len(tail) : base]) != tail:
-        return 0
+        return []
     since = known[base:]
     # at[i]: the node guess i became; depth of a guess that is on the committed path counts tokens since base.
     at: list[Node | int | None] = []
-    added = 0
+    added: list[Node] = []
     for guess in draft.guesses:
         below: Node | int | None = (tip if not since else 0) if guess.parent < 0 else at[guess.parent]
         if isinstance(below, int):
@@ -88,6 +93,6 @@ def graft(tip: Node, known: list[int], draft: Draft) -> int:
             node = Node(guess.token, below.position + 1, below)
             node.probability, node.rank, node.drafter = guess.probability, guess.rank, guess.drafter
             below.children[guess.token] = node
-            added += 1
+            added.append(node)
         at.append(node)
     return added

@@ -169,6 +169,13 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """From stage 0 to the head: a run has left it. So the head knows when a guess can start at once."""
+
+    run: int
+
+
+@dataclass(frozen=True)
 class Cancel:
     """From the head straight to every stage. rows: indices in that run. May arrive before its run."""
 
@@ -237,7 +244,7 @@ class Forget:
     request: int
 
 
-HeadEvent: TypeAlias = Submit | Withdraw | Forget | Result | Draft
+HeadEvent: TypeAlias = Submit | Withdraw | Forget | Result | Draft | Passed
 
 
 @dataclass(frozen=True)
@@ -272,4 +279,4 @@ class Step:
 
 StageEvent: TypeAlias = RunMessage | Cancel | Step
 """A Step as an event says: that one is done."""
-StageEffect: TypeAlias = Step | RunMessage | Result
+StageEffect: TypeAlias = Step | RunMessage | Result | Passed
