@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.cluster.loopback import Loopback
-from headrace.errors import BadRequest
+from headrace.config import resolve
+from headrace.errors import BadRequest, OverBudget
 from headrace.formats.index import open_model
 from headrace.kernels.device import PAGE, Device
 from headrace.kernels.dispatch import make_device
 from headrace.memory.budget import Budget, human
+from headrace.memory.buffers import round_up
 from headrace.memory.kv import HostKV, kv_shapes, page_nbytes
 from headrace.memory.slots import pages_for
+from headrace.memory.stream import BUFFERS, Streamed, evenly, pack
 from headrace.memory.weights import Resident, Weights, layer_nbytes
-from headrace.model.layers import Model, load_model
+from headrace.model.layers import Layer, Model, load_model
 from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
@@ -23,6 +27,8 @@ from headrace.run.stage import Stage
 from headrace.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
+MARGIN = 48 << 20
+"""What Python and its libraries still take after the model file was read: tables of the loop, text, NumPy arrays."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,11 @@ class Options:
     caches: int = 1
     sequences: int = 64
     rows: int = 512
+    runs: int = 1
+    packs: Path | None = None
+    """Folder for packed files, when layers must stream; None: ``packs`` in the cache folder."""
+    tell: Callable[[str], None] | None = None
+    """Told, in sentences, of what takes long before the first token."""
 
 
 @dataclass
@@ -96,16 +107,27 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     context = context_of(model, options.context)
     device = make_device(options.device, threads=options.threads or cores(), cpu=options.cpu)
     layers = model.layers
-    order = Order(rows=options.rows, chunk=options.rows, sequences=options.sequences)
+    order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
     pages = options.caches * pages_for(context)
     budget = Budget(options.ram)
-    _count(budget, device, model, pages, options)
-    weights = Resident(device, model, range(len(layers)))
+    streamed = place(budget, device, model, pages, options)
+    weights = load_weights(device, model, streamed, options)
     cache = HostKV(device, kv_shapes(layers, options.kv_bits), pages)
     computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
     stage = Stage(0, len(layers), len(layers))
     loop = Loopback(Head(pages, order), [(stage, computer)])
     return Parts(model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model))
+
+
+def load_weights(device: Device, model: Model, streamed: list[int], options: Options) -> Weights:
+    """All layers in memory, or the ``streamed`` ones read for each use from a file packed now or earlier."""
+    every = range(len(model.layers))
+    if not streamed:
+        return Resident(device, model, every)
+    folder = options.packs or resolve().cache / "packs"
+    blocks = [i for i in every if model.layers[i].kv is not None]
+    packed = pack(device, model, blocks, folder, options.tell)
+    return Streamed(device, model, every, streamed, packed)
 
 
 def pass_bytes(device: Device, model: Model) -> int:
@@ -115,20 +137,53 @@ def pass_bytes(device: Device, model: Model) -> int:
     return total + (device.packed_nbytes(table.fmt, table.n, table.k) if table.shares else 0)
 
 
-def _count(budget: Budget, device: Device, model: Model, pages: int, options: Options) -> None:
-    """Everything the run will take, before a byte of it is loaded."""
+def place(budget: Budget, device: Device, model: Model, pages: int, options: Options) -> list[int]:
+    """Which layers must stream for everything to fit the budget, spread evenly; counts it all before a byte is loaded.
+
+    OverBudget, with the numbers, when not even the smallest placement fits.
+    """
+    bits = f"{options.kv_bits[0]}/{options.kv_bits[1]}"
     per_page = page_nbytes(device, model.layers, options.kv_bits)
-    remedy = f"a token of context takes {human(per_page / PAGE)} at {options.kv_bits[0]}/{options.kv_bits[1]} KV bits"
-    budget.take("program", resident_now())
-    budget.take("weights", sum(layer_nbytes(device, layer) for layer in model.layers))
-    scratch = max(
-        device.scratch_nbytes(
-            layer.ops, model.spec.width, options.rows, {n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()}
-        )
-        for layer in model.layers
+    budget.take("program", resident_now() + MARGIN)
+    budget.take("working buffers", scratch_nbytes(device, model, options.rows), "fewer rows a run would take less")
+    budget.take(
+        "KV cache",
+        pages * per_page,
+        f"a token of context takes {human(per_page / PAGE)} at {bits} KV bits (-c, --kv-bits)",
     )
-    budget.take("working buffers", scratch)
-    budget.take("KV cache", pages * per_page, remedy)
+    sizes = [layer_nbytes(device, layer) for layer in model.layers]
+    if budget.left is None or sum(sizes) <= budget.left:
+        budget.take("weights", sum(sizes))
+        return []
+    blocks = [i for i, layer in enumerate(model.layers) if layer.kv is not None]
+    for count in range(2, len(blocks) + 1):
+        streamed = [blocks[i] for i in evenly(count, len(blocks))]
+        buffers = min(BUFFERS, count) * max(extent_nbytes(device, model.layers[i]) for i in streamed)
+        stay = sum(sizes) - sum(sizes[i] for i in streamed)
+        if stay + buffers <= budget.left:
+            budget.take("resident weights", stay)
+            budget.take("streaming buffers", buffers)
+            return streamed
+    need = budget.used + sum(sizes) - sum(sizes[i] for i in blocks) + BUFFERS * max(sizes[i] for i in blocks)
+    ledger = ", ".join(f"{name} {human(size)}" for name, size in budget.items.items())
+    raise OverBudget(
+        f"Even with every block streamed from disk this needs {human(need)} and the budget is "
+        f"{human(options.ram or 0)} ({ledger}, and {BUFFERS} layers of weights at a time); a shorter context (-c), "
+        "fewer KV bits (--kv-bits 8/4) or a larger --ram would fit."
+    )
+
+
+def extent_nbytes(device: Device, layer: Layer) -> int:
+    """Bytes of a layer in a packed file, in memory while it is streamed."""
+    return round_up(layer_nbytes(device, layer))
+
+
+def scratch_nbytes(device: Device, model: Model, rows: int) -> int:
+    """Working memory of the device for runs of so many rows, with their residual stream."""
+    width = model.spec.width
+    shapes = [{n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()} for layer in model.layers]
+    most = max(device.scratch_nbytes(layer.ops, width, rows, s) for layer, s in zip(model.layers, shapes, strict=True))
+    return most + 4 * width * rows
 
 
 def resident_now() -> int:

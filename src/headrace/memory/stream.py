@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,12 +37,16 @@ def pack_plan(device: Device, model: Model, layers: Sequence[int]) -> PackPlan:
     return plan_pack(model.file.identity(), device.layout, device.layout_version, content)
 
 
-def pack(device: Device, model: Model, layers: Sequence[int], folder: Path) -> PackFile:
+def pack(
+    device: Device, model: Model, layers: Sequence[int], folder: Path, tell: Callable[[str], None] | None = None
+) -> PackFile:
     """The packed file, made now unless it is there. OverBudget when the disk is too full."""
     writer = PackWriter(folder, pack_plan(device, model, layers))
     ready = writer.finished()
     if ready is not None:
         return ready
+    if tell is not None:
+        tell(writer.statement())
     tensors = {model.layers[i].key: model.layers[i].tensors for i in layers}
     return writer.write(lambda key, t, out: pack_tensor(device, model, tensors[key][t.name], out))
 

@@ -59,7 +59,7 @@ class Resident:
     def __init__(self, device: Device, model: Model, layers: Sequence[int]) -> None:
         self._held: dict[int, dict[str, Weight]] = {}
         packed: dict[tuple[str, str], Bytes] = {}
-        self.nbytes = 0
+        self.buffers: list[Bytes] = []
         for index in layers:
             layer = model.layers[index]
             own = [n for n, p in layer.tensors.items() if (p.shares or (layer.key, n)) not in packed]
@@ -72,11 +72,15 @@ class Resident:
                 pack_tensor(device, model, plan, view)
                 packed[plan.shares or (layer.key, name)] = view
                 at += size
-            self.nbytes += buffer.nbytes
+            self.buffers.append(buffer)
             self._held[index] = {
                 name: device.weight(p.fmt, p.n, p.k, packed[p.shares or (layer.key, name)])
                 for name, p in layer.tensors.items()
             }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @staticmethod
     def _size(device: Device, plan: TensorPlan) -> int:
@@ -87,7 +91,7 @@ class Resident:
         yield self._held[layer]
 
     def close(self) -> None:
-        self._held = {}
+        self._held, self.buffers = {}, []
 
 
 class FetchEachTime:
