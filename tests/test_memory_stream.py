@@ -1,0 +1,103 @@
+"""Streaming: the same bytes as resident, within the budget, refused before loading when nothing fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace import setup
+from headrace.errors import OverBudget
+from headrace.formats.index import open_model
+from headrace.kernels.dispatch import make_device
+from headrace.memory.budget import Budget
+from headrace.memory.stream import Streamed, evenly, pack
+from headrace.memory.weights import Resident
+from headrace.model.layers import Model, load_model
+from headrace.setup import Options, place
+from helpers_tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(open_model(tiny_model(tmp_path_factory.mktemp("stream") / "tiny.gguf", "Q4_1", blocks=9)))
+
+
+def names_and_bytes(weights: Resident | Streamed, layer: int, model: Model) -> dict[str, bytes]:
+    """Each tensor's first row, read through the device's own handle."""
+    found = {}
+    with weights.hold(layer) as held:
+        for name, plan in model.layers[layer].tensors.items():
+            row = np.empty(plan.k, np.float32)
+            for r in (0, plan.n - 1):
+                held[name].row(r, row)
+                found[f"{name}.{r}"] = row.tobytes()
+    return found
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_streamed_layers_hold_the_same_bytes_in_any_order_of_use(model: Model, buffers: int, tmp_path: Path) -> None:
+    device = make_device("cpu", threads=1)
+    every = range(len(model.layers))
+    blocks = [i for i in every if model.layers[i].kv is not None]
+    packed = pack(device, model, blocks, tmp_path)
+    resident = Resident(device, model, every)
+    truth = {i: names_and_bytes(resident, i, model) for i in every}
+    streamed = [blocks[i] for i in evenly(5, len(blocks))]
+    weights = Streamed(device, model, every, streamed, packed, buffers)
+    for layer in (*every, *every, 4, 2, 8, 8, 1, *every):
+        assert names_and_bytes(weights, layer, model) == truth[layer]
+    extents = [packed.extent(model.layers[i].key).nbytes for i in streamed]
+    assert weights.read_bytes >= 3 * sum(extents)
+    assert weights.nbytes < resident.nbytes
+    weights.close()
+
+
+def test_the_reads_ahead_are_bounded_and_counted(model: Model, tmp_path: Path) -> None:
+    device = make_device("cpu", threads=1)
+    blocks = [i for i, layer in enumerate(model.layers) if layer.kv is not None]
+    packed = pack(device, model, blocks, tmp_path)
+    weights = Streamed(device, model, blocks, blocks, packed, 2)
+    passes = 4
+    for _ in range(passes):
+        for i in blocks:
+            with weights.hold(i):
+                pass
+    weights.close()
+    one = sum(packed.extent(model.layers[i].key).nbytes for i in blocks)
+    most_ahead = 2 * max(packed.extent(model.layers[i].key).nbytes for i in blocks)
+    assert passes * one <= weights.read_bytes <= passes * one + most_ahead
+
+
+@given(st.integers(0, 60), st.integers(1, 60))
+def test_evenly(count: int, total: int) -> None:
+    count = min(count, total)
+    chosen = evenly(count, total)
+    assert len(set(chosen)) == count and all(0 <= i < total for i in chosen) and chosen == sorted(chosen)
+    gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_placement_fits_every_budget_or_refuses(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "resident_now", lambda: 100 << 20)
+    device = make_device("cpu", threads=1)
+    options = Options(rows=8)
+    free = Budget(None)
+    assert place(free, device, model, 4, options) == []
+    fixed = free.used - free.items["weights"]
+    smallest = None
+    for limit in range(fixed, free.used + 20000, 10000):
+        budget = Budget(limit)
+        try:
+            streamed = place(budget, device, model, 4, Options(rows=8, ram=limit))
+        except OverBudget as error:
+            assert smallest is None, "a larger budget was refused after a smaller one was taken"
+            assert "--kv-bits" in str(error)
+            continue
+        smallest = smallest or limit
+        assert budget.used <= limit
+        assert bool(streamed) == (limit < free.used)
+    assert smallest is not None and smallest < free.used
