@@ -96,30 +96,42 @@ def rounded_cache() -> Any:
     return Rounded()
 
 
-def oracle(model: Any, tokens: list[int]) -> np.ndarray:
+def oracle(model: Any, tokens: list[int], bits: int = 32) -> np.ndarray:
+    """Logits [tokens, vocab] with a cache of 32 or 16 bits."""
     model.set_attn_implementation("eager")
+    cache = {"cache": rounded_cache(), "use_cache": True} if bits == 16 else {}
     with torch.no_grad():
-        out = model(torch.tensor([tokens]), cache=rounded_cache(), use_cache=True)
+        out = model(torch.tensor([tokens]), **cache)
     result: np.ndarray = out.logits[0].numpy()
     return result
 
 
-def close(ours: np.ndarray, theirs: np.ndarray, share: float = 1e-4) -> None:
-    span = theirs.max() - theirs.min()
-    assert ours.shape == theirs.shape and np.isfinite(ours).all()
+def close(result: np.ndarray, expected: np.ndarray, share: float = 1e-4) -> None:
+    """The largest difference is under this share of the range."""
+    span = expected.max() - expected.min()
+    assert result.shape == expected.shape and np.isfinite(result).all()
     assert span > 1
-    worst = np.abs(ours - theirs).max() / span
+    worst = np.abs(result - expected).max() / span
     assert worst < share, f"largest difference {worst:.2e} of the range"
 
 
-DEVICES: dict[str, Callable[[], Any]] = {"reference": ReferenceDevice}
+DEVICES: dict[str, tuple[Callable[[], Any], int]] = {
+    "reference": (ReferenceDevice, 32),
+    "f16 cache": (ReferenceDevice, 16),
+}
+"""Devices and the bits of their caches."""
+
+
+def ours(path: Path, device: str) -> np.ndarray:
+    make_device, bits = DEVICES[device]
+    return h.logits_of(path, TOKENS, make_device(), k_bits=bits, v_bits=bits)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
-    close(h.logits_of(tmp_path, TOKENS, DEVICES[device]()), oracle(model, TOKENS))
+    close(ours(tmp_path, device), oracle(model, TOKENS, DEVICES[device][1]))
 
 
 GGUF_CASES = [
@@ -138,7 +150,7 @@ CASES["gemma3-gguf"] = (
 def test_gguf_equals_transformers(case: str, arch: str, device: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     write_gguf(model, arch, tmp_path / "model.gguf")
-    close(h.logits_of(tmp_path / "model.gguf", TOKENS, DEVICES[device]()), oracle(model, TOKENS))
+    close(ours(tmp_path / "model.gguf", device), oracle(model, TOKENS, DEVICES[device][1]))
 
 
 @pytest.mark.parametrize("case", ["llama-tied", "opt-350m", "gemma3", "falcon-40b"])

