@@ -169,7 +169,6 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "shape float": (st({"a": tensor(shape=[2.0])}, bytes(8)), "impossible shape"),
     "shape huge": (st({"a": tensor(shape=[10**30])}, bytes(8)), "impossible shape"),
     "shape long": (st({"a": tensor(shape=[1] * 100)}, bytes(8)), "impossible shape"),
-    "shape zero": (st({"a": tensor(shape=[0], ends=[0, 0])}), "is empty"),
     "offsets backwards": (st({"a": tensor(ends=[8, 0])}, bytes(8)), "outside the data"),
     "offsets past the end": (st({"a": tensor(ends=[0, 16])}, bytes(8)), "outside the data"),
     "offsets one": (st({"a": tensor(ends=[8])}, bytes(8)), "outside the data"),
@@ -201,12 +200,22 @@ def test_unknown_dtype_is_refused_when_needed(tmp_path: Path) -> None:
             require_known(m, [name])
 
 
+def test_an_empty_tensor_is_a_tensor(tmp_path: Path) -> None:
+    (folder(tmp_path) / "model.safetensors").write_bytes(
+        st({"a": tensor(shape=[3, 0], ends=[0, 0]), "b": tensor()}, bytes(8))
+    )
+    m = open_model(tmp_path)
+    assert m.read(m.tensors["a"]).size == 0 and m.tensors["a"].shape == (3, 0) and m.read(m.tensors["b"]).size == 8
+
+
 def test_weights_without_their_folder(tmp_path: Path) -> None:
     path = folder(tmp_path) / "model.safetensors"
     path.write_bytes(st({"a": tensor()}, bytes(8)))
     with pytest.raises(BadFile, match="give the folder"):
         open_model(path)
     assert list(open_model(tmp_path).tensors) == ["a"]
+    with pytest.raises(BadFile, match="give the folder"):
+        open_model(tmp_path / "model.safetensors.index.json")
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:

@@ -23,9 +23,12 @@ _MOST = 1 << 30
 if sys.platform == "win32":
     import msvcrt
 
+    _BINARY = os.O_BINARY
     _seek_lock = threading.Lock()
 else:
     import fcntl
+
+    _BINARY = 0
 
 
 def open_regular(path: Path, what: str = "model file") -> tuple[int, os.stat_result]:
@@ -37,7 +40,7 @@ def open_regular(path: Path, what: str = "model file") -> tuple[int, os.stat_res
         if not stat.S_ISREG(path.stat().st_mode):
             kind = "a directory" if path.is_dir() else "no regular file"
             raise BadFile(f"{path}: is {kind} where a {what} was expected; give the path of the file itself.")
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        fd = os.open(path, os.O_RDONLY | _BINARY)
         return fd, os.fstat(fd)
     except OSError as e:
         raise cannot_read(path, what, e) from None
@@ -142,7 +145,7 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 def open_shared(path: Path) -> int:
     """A descriptor to read and write ``path``, made when missing and never emptied."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+    return os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o644)
 
 
 def sync_folder(folder: Path) -> None:

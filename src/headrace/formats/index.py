@@ -134,6 +134,8 @@ def open_model(path: str | Path) -> ModelFile:
         raise BadFile(f"{str(path)!r}: can't be a path ({e}); check it.") from None
     if is_folder:
         return _open_folder(path)
+    if path.name.endswith(".index.json"):
+        raise BadFile(f"{path}: lists the shards of a model; give the folder it lies in.")
     if path.name.endswith(".json"):
         return ModelFile("hf", read_config(path), {}, ())
     if path.name.endswith(".safetensors") and path.exists():

@@ -116,8 +116,6 @@ def _entry(path: Path, name: str, entry: object, start: int, size: int) -> Tenso
         raise bad(f"has the impossible shape {show(str(shape)[:200])}")
     if not _counts(ends, 1 << 62) or len(ends) != 2 or not ends[0] <= ends[1] <= size - start:
         raise bad(f"lies at {show(str(ends)[:200])}, outside the data")
-    if 0 in shape:
-        raise bad(f"is empty (shape {shape})")
     nbytes = ends[1] - ends[0]
     fmt, bits = DTYPES.get(dtype, (f"type {show(dtype)}", 0))
     if bits and math.prod(shape) * bits != nbytes * 8:

@@ -56,7 +56,7 @@ class TensorInfo:
 
     @property
     def row_nbytes(self) -> int:
-        return self.nbytes // self.n
+        return self.nbytes // self.n if self.n else 0
 
 
 def row_nbytes(fmt: str, k: int) -> int:
