@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ def test_evenly(count: int, total: int) -> None:
     count = min(count, total)
     chosen = evenly(count, total)
     assert len(set(chosen)) == count and all(0 <= i < total for i in chosen) and chosen == sorted(chosen)
-    gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(chosen)]
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
