@@ -170,6 +170,10 @@ class Tables:
     def noted(self, slots: list[int]) -> I32:
         return np.asarray([self._token_of[s] for s in slots], np.int32)
 
+    def open(self, seq: int) -> None:
+        """Know a sequence, though it may have no slots yet (and may be freed without ever having any)."""
+        self._tables.setdefault(seq, Table())
+
     def append(self, seq: int, slots: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         if len(slots) != len(tokens):
             raise BadMessage(f"sequence {seq}: {len(slots)} slots but {len(tokens)} tokens")

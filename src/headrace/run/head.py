@@ -145,7 +145,7 @@ class Head:
             self.live[live.seq] = live
             self._turn.append(live.seq)
             self._ops.append(Params(live.seq, request.sampling))
-            effects.append(Committed(live.seq, 0, tuple(live.tokens)))
+            effects.append(Committed(live.seq, 0, tuple(live.tokens), sampling=request.sampling))
 
     def _start(self, request: Request) -> Live | None:
         """Lease slots for a request, sharing a kept sequence's common prefix; None when there is no room."""

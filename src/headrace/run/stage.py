@@ -135,6 +135,7 @@ class Stage:
             self.tables.append(op.seq, op.slots, op.tokens)
         elif isinstance(op, Params):
             self.params[op.seq] = op.sampling
+            self.tables.open(op.seq)
         elif isinstance(op, Fork):
             self.tables.fork(op.seq, op.source, op.length)
         elif isinstance(op, Free):

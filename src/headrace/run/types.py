@@ -213,12 +213,16 @@ class Draft:
 
 @dataclass(frozen=True)
 class Committed:
-    """Head to drafter: these tokens now stand from position ``start`` on. over: the sequence is finished."""
+    """Head to drafter: these tokens now stand from position ``start`` on. over: the sequence is finished.
+
+    sampling: with start 0, so that a drafter can choose as the target will.
+    """
 
     seq: int
     start: int
     tokens: tuple[int, ...]
     over: bool = False
+    sampling: Sampling | None = None
 
 
 # --- events and effects ---------------------------------------------------------------------------------

@@ -1,0 +1,277 @@
+"""The third driver: head, stages and drafter in virtual time.
+
+Their code is the product's; only time, links and computers are imitated. Cancels travel on links of their own,
+so they overtake runs or come before them. A stage's layers are looked at in one go where nothing can come
+between, which changes no order and no time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from headrace.errors import HeadraceError
+from headrace.run.head import Head
+from headrace.run.stage import Computer, Stage
+from headrace.run.types import (
+    Cancel,
+    Committed,
+    Draft,
+    Emit,
+    Finish,
+    HeadEvent,
+    Passed,
+    Result,
+    RunMessage,
+    Step,
+)
+from headrace.simulate.clock import Clock
+from headrace.simulate.network import Link, LinkSpec, nbytes, run_nbytes
+
+StepCost: TypeAlias = Callable[[int, int], float]
+"""(stage, rows) -> seconds of one layer."""
+
+
+class Stuck(HeadraceError):
+    """A simulated run that stopped before its requests were answered."""
+
+
+class Drafter(Protocol):
+    """A drafter's state machine. Its RunMessages and Cancels are for its own stages, whose Results it hears."""
+
+    def on_event(self, event: Committed | Result, now: float) -> Sequence[Draft | RunMessage | Cancel]: ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run on a stage. stage: index, drafter's stages after the target's. rows: at the start; left: at the end."""
+
+    stage: int
+    run: int
+    start: float
+    end: float
+    rows: int
+    left: int
+
+
+@dataclass
+class Log:
+    """What happened. emitted: (time, request, token)."""
+
+    emitted: list[tuple[float, int, int]] = field(default_factory=list)
+    finished: list[tuple[float, int, str]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    launched: int = 0
+    cancelled: int = 0
+    runs: int = 0
+
+
+class Node:
+    """A stage with its computer and its link onward."""
+
+    def __init__(self, pipe: Pipe, at: int, stage: Stage, computer: Computer | None, link: Link | None) -> None:
+        self.pipe, self.at, self.stage, self.computer, self.link = pipe, at, stage, computer, link
+        self.step: Step | None = None
+        self._began = 0.0
+        self._each = 0.0
+        self._order = 0
+        self._span: tuple[int, float, int] | None = None
+
+    def deliver(self, event: RunMessage | Cancel) -> None:
+        now = self.pipe.clock.now
+        self._catch_up(now)
+        self._carry(event, now)
+
+    def _catch_up(self, now: float) -> None:
+        """Steps that ended by now."""
+        while self.step is not None and self._began + self._each <= now:
+            self._carry(self.step, self._began + self._each)
+
+    def _finish(self, order: int) -> None:
+        if order == self._order and self.step is not None:
+            end = self.pipe.clock.now
+            self._catch_up(end + 1e-12)
+
+    def _carry(self, event: RunMessage | Cancel | Step, now: float) -> None:
+        if isinstance(event, Step):
+            self.step = None
+        for effect in self.stage.on_event(event, now):
+            if isinstance(effect, Step):
+                self._start(effect, now)
+            elif isinstance(effect, Passed):
+                self.pipe.passed(effect)
+            else:
+                self._close(effect.run, now, effect)
+                self.pipe.forward(self, effect)
+
+    def _start(self, step: Step, now: float) -> None:
+        run = self.stage.runs[step.run]
+        if self.computer is not None:
+            self.computer.step(step.layer, run)
+        rows = len(run.live)
+        if self._span is None or self._span[0] != step.run:
+            self._span = (step.run, now, rows)
+            new = True
+        else:
+            new = False
+        each = self.pipe.cost(self.at, rows)
+        lone = self.pipe.lazy and len(self.stage.block) == 1
+        if lone and not new and self.step is None and each == self._each and self._order:
+            self.step, self._began = step, now
+            return
+        self.step, self._began, self._each = step, now, each
+        self._order += 1
+        left = self.stage.end - step.layer if lone else 1
+        self.pipe.clock.at(now + each * left, self._finish, self._order)
+
+    def _close(self, run: int, now: float, effect: RunMessage | Result) -> None:
+        if self._span is not None and self._span[0] == run and self.pipe.spans is not None:
+            message_rows = self._span[2]
+            left = len(effect.choices) if isinstance(effect, Result) else _live(effect)
+            self.pipe.spans.append(Span(self.pipe.base + self.at, run, self._span[1], now, message_rows, left))
+        self._span = None
+
+
+def _live(message: RunMessage) -> int:
+    return len(message.rows) if message.live is None else len(message.live)
+
+
+class Pipe:
+    """Stages one after the other, and what carries runs between them and cancels to each."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        stages: Sequence[tuple[Stage, Computer | None]],
+        cost: StepCost,
+        link: Callable[[], Link],
+        width: int,
+        result: Callable[[Result], None],
+        passed: Callable[[Passed], None],
+        lazy: bool = True,
+        spans: list[Span] | None = None,
+        base: int = 0,
+    ) -> None:
+        self.clock, self.cost, self.width, self.lazy = clock, cost, width, lazy
+        self.spans, self.base = spans, base
+        self._result, self.passed = result, passed
+        last = len(stages) - 1
+        self.nodes = [Node(self, i, s, c, link() if i < last else None) for i, (s, c) in enumerate(stages)]
+        self.back = link() if last > 0 else None
+        """From the last stage to the head; a lone stage shares the head's node."""
+        self.cancels = [None if i == 0 else link() for i in range(len(stages))]
+
+    def send(self, message: RunMessage) -> None:
+        self.clock.at(self.clock.now, self.nodes[0].deliver, message)
+
+    def cancel(self, cancel: Cancel) -> None:
+        now = self.clock.now
+        for node, link in zip(self.nodes, self.cancels, strict=True):
+            self.clock.at(now if link is None else link.arrival(now, nbytes(cancel)), node.deliver, cancel)
+
+    def forward(self, node: Node, effect: RunMessage | Result) -> None:
+        now = self.clock.now
+        if isinstance(effect, Result):
+            time = now if self.back is None else self.back.arrival(now, nbytes(effect))
+            self.clock.at(time, self._result, effect)
+        else:
+            assert node.link is not None
+            arrival = node.link.arrival(now, run_nbytes(effect, self.width))
+            self.clock.at(arrival, self.nodes[node.at + 1].deliver, effect)
+
+    def check_integrity(self) -> list[str]:
+        return [line for node in self.nodes for line in node.stage.check_integrity()]
+
+
+class Simulation:
+    """One head, its pipeline and perhaps a drafter with a pipeline of its own (``draft_stages``), in virtual time.
+
+    cost, draft_cost: seconds of a layer. link: of every pair of nodes; width: f32 values a row carries.
+    lazy: layers of a lone run are looked at in one go; off when costs are random.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        stages: Sequence[tuple[Stage, Computer | None]],
+        cost: StepCost,
+        link: LinkSpec,
+        width: int,
+        drafter: Drafter | None = None,
+        draft_stages: Sequence[tuple[Stage, Computer | None]] = (),
+        draft_cost: StepCost | None = None,
+        draft_width: int = 0,
+        rnd: random.Random | None = None,
+        lazy: bool = True,
+        spans: bool = False,
+    ) -> None:
+        self.clock = Clock()
+        self.head, self.drafter = head, drafter
+        self.log = Log()
+        log = self.log.spans if spans else None
+
+        def wire() -> Link:
+            return Link(link, rnd)
+
+        self.pipe = Pipe(
+            self.clock, stages, cost, wire, width, self._to_head, self._to_head, lazy=lazy, spans=log
+        )  # fmt: skip
+        self.draft_pipe: Pipe | None = None
+        if draft_stages:
+            assert draft_cost is not None
+            self.draft_pipe = Pipe(
+                self.clock, draft_stages, draft_cost, wire, draft_width, self._to_drafter, lambda _: None,
+                lazy=lazy, spans=log, base=len(stages),
+            )  # fmt: skip
+        self.to_drafter, self.from_drafter = wire(), wire()
+
+    def submit(self, event: HeadEvent, at: float = 0.0) -> None:
+        self.clock.at(at, self._to_head, event)
+
+    def run(self, most: int = 10_000_000) -> Log:
+        """To the end. Raises Stuck when it ends with requests unanswered, or takes more than ``most`` events."""
+        for _ in range(most):
+            if not self.clock.turn():
+                break
+        else:
+            raise Stuck(f"the simulation is not over after {most} events")
+        if not self.head.idle:
+            raise Stuck("nothing is left to happen, but the head still waits: a deadlock")
+        return self.log
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong at the end, as sentences."""
+        wrong = self.head.check_integrity() + self.pipe.check_integrity()
+        return wrong + (self.draft_pipe.check_integrity() if self.draft_pipe else [])
+
+    def _to_head(self, event: HeadEvent) -> None:
+        now = self.clock.now
+        for effect in self.head.on_event(event, now):
+            if isinstance(effect, RunMessage):
+                self.log.runs += 1
+                self.log.launched += sum(row.guess for row in effect.rows)
+                self.pipe.send(effect)
+            elif isinstance(effect, Cancel):
+                self.log.cancelled += len(effect.rows)
+                self.pipe.cancel(effect)
+            elif isinstance(effect, Committed):
+                if self.drafter is not None:
+                    self.clock.at(self.to_drafter.arrival(now, nbytes(effect)), self._to_drafter, effect)
+            elif isinstance(effect, Emit):
+                self.log.emitted.append((now, effect.request, effect.token))
+            elif isinstance(effect, Finish):
+                self.log.finished.append((now, effect.request, effect.reason))
+
+    def _to_drafter(self, event: Committed | Result) -> None:
+        assert self.drafter is not None
+        now = self.clock.now
+        for effect in self.drafter.on_event(event, now):
+            if isinstance(effect, Draft):
+                self.clock.at(self.from_drafter.arrival(now, nbytes(effect)), self._to_head, effect)
+            elif self.draft_pipe is not None:
+                if isinstance(effect, RunMessage):
+                    self.draft_pipe.send(effect)
+                else:
+                    self.draft_pipe.cancel(effect)
