@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import helpers_model as h
+from headrace.formats.index import open_model
 from headrace.kernels.reference import ReferenceDevice
+from headrace.model.layers import spec_of
 from helpers_gguf import write_gguf
 
 torch = pytest.importorskip("torch")
@@ -132,6 +134,8 @@ def ours(path: Path, device: str) -> np.ndarray:
 def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     close(ours(tmp_path, device), oracle(model, TOKENS, DEVICES[device][1]))
+    with open_model(tmp_path) as file:
+        assert spec_of(file).parameters == sum(p.numel() for p in model.parameters())
 
 
 GGUF_CASES = [

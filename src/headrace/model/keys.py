@@ -99,7 +99,7 @@ class Keys:
     def must(self, key: str, allowed: Iterable[Any]) -> None:
         """Refuse the key unless it's absent or has one of these values."""
         value = self.raw(key, None)
-        if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
+        if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             raise Unsupported(f"{self._where} sets {key!r} to {short(value)}, which Headrace can't compute.")
 
     def bad(self, key: str, value: object, expected: str) -> BadFile:
