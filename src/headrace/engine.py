@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from headrace.errors import BadRequest
+from headrace.kernels.cpu import CpuDevice
+from headrace.memory.weights import Resident
 from headrace.run.head import Head
 from headrace.run.types import Emit, Finish, Forget, Request, Sampling, Submit, Withdraw
 from headrace.setup import Options, Parts, build
@@ -169,6 +171,27 @@ class Engine:
         self.parts.loop.submit(Withdraw(request))
         while not job.finish or (self.head.idle and not self.parts.loop.idle):
             self._turn()
+
+    def interrupt(self) -> None:
+        """End every request under way, within a layer; their streams finish as "cancelled".
+
+        Only queues messages, so a signal handler may call it while the engine is at work.
+        """
+        for number, job in self._jobs.items():
+            if not job.finish:
+                self.parts.loop.submit(Withdraw(number))
+
+    def bandwidth(self) -> float | None:
+        """Bytes/s at which the threads read this model's own weights (at most 1 GiB of them) and do nothing else.
+
+        None where they don't lie in memory. What a decode pass reads can be at most as fast.
+        """
+        device, weights = self.parts.device, self.parts.weights
+        if not isinstance(device, CpuDevice) or not isinstance(weights, Resident):
+            return None
+        ends = itertools.accumulate(buffer.nbytes for buffer in weights.buffers)
+        some = [buffer for buffer, end in zip(weights.buffers, ends, strict=True) if end - buffer.nbytes < 1 << 30]
+        return device.bandwidth(some)
 
     def close(self) -> None:
         """Cancel what is under way and give the memory back."""

@@ -19,9 +19,8 @@ class BadUsage(HeadraceError):
 class Parser(argparse.ArgumentParser):
     """No abbreviated flags (they would change meaning as flags are added); errors are raised, not printed."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", _Help)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, "allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
@@ -37,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def flags(self) -> list[str]:
         """Every flag of this parser and of its commands."""
-        found = []
+        found: list[str] = []
         for action in self._actions:
             found += action.option_strings
             if isinstance(action, argparse._SubParsersAction):
@@ -51,6 +50,12 @@ class _Help(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        """The flags are explained below, so the usage line is what one types around them."""
+        rest = [self._format_args(a, a.metavar or a.dest) for a in actions if not a.option_strings]
+        start = "%(prog)s [OPTIONS]" if len(rest) < len(actions) else "%(prog)s"
+        super().add_usage(usage or " ".join([start, *rest]), actions, groups, prefix)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(super(_Help, self)._fill_text(p, width, indent) for p in text.split("\n\n"))
@@ -81,7 +86,7 @@ def real(low: float, high: float = math.inf, *, above: bool = False) -> Callable
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
         if not math.isfinite(value) or value < low or value > high or (above and value == low):
-            limits = f"over {low:g}" if above else f"{low:g} or more"
+            limits = "a finite number" if math.isinf(low) else f"over {low:g}" if above else f"{low:g} or more"
             limits += f" and at most {high:g}" if math.isfinite(high) else ""
             raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {limits}")
         return value

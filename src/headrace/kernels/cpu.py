@@ -84,15 +84,16 @@ class CpuDevice:
         """Choose a token for each row of logits [rows, vocab]; see docs/kernels.md, "Sampling"."""
         return [Drawn(*row) for row in _native.sample(self._native, logits, [_draw(d) for d in draws])]
 
-    def bandwidth(self, nbytes: int = 256 << 20, repeats: int = 3) -> float:
-        """Bytes/s at which all threads together read ``nbytes`` of memory (best of ``repeats``)."""
-        data = np.ones(nbytes, np.uint8)
+    def bandwidth(self, data: Sequence[Bytes] | None = None, repeats: int = 3) -> float:
+        """Bytes/s at which all threads together read ``data`` from memory (None: 256 MiB; best of ``repeats``)."""
+        data = [np.ones(256 << 20, np.uint8)] if data is None else data
         best = float("inf")
         for _ in range(repeats):
             start = perf_counter()
-            self._native.read(data)
+            for piece in data:
+                self._native.read(piece)
             best = min(best, perf_counter() - start)
-        return nbytes / best
+        return sum(piece.nbytes for piece in data) / best
 
 
 class CpuProgram:
