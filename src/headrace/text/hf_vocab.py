@@ -123,7 +123,7 @@ def _from_library(folder: _Folder) -> Vocab:
 
 
 def _library_encoder(library: tokenizers.Tokenizer) -> kinds.Encode:
-    """Pieces of a text after a control token aren't its start: a Metaspace that marks only the first leaves them."""
+    """A Metaspace that marks only the start of a text leaves the pieces after a control token alone."""
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import Metaspace
 
@@ -135,8 +135,8 @@ def _library_encoder(library: tokenizers.Tokenizer) -> kinds.Encode:
         rest.pre_tokenizer = Metaspace(state["replacement"], "never", state["split"])
     started = [library, rest]
 
-    def encode(text: str, first: bool) -> list[int]:
-        ids: list[int] = started[0 if first else 1].encode(text, add_special_tokens=False).ids
+    def encode(text: str, start: bool) -> list[int]:
+        ids: list[int] = started[0 if start else 1].encode(text, add_special_tokens=False).ids
         return ids
 
     return encode

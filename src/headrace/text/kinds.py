@@ -91,7 +91,7 @@ def byte_level_encoder(ids: Mapping[str, int], merges: Sequence[str], kind: PreK
     words = WordEncoder(ids, ranks, " ", lambda s: [ids[c] for c in s if c in ids], kind.whole_words)
     split = word_splitter(kind.patterns)
 
-    def encode(text: str, first: bool) -> list[int]:
+    def encode(text: str, start: bool) -> list[int]:
         out: list[int] = []
         for word in split(text):
             out += words(word)
@@ -136,8 +136,9 @@ def sentencepiece_encoder(
     crosses = re.search(f"[^{SPACE}\0]{SPACE}", "\0".join(ids)) is not None
     cut = re.compile(f"(?<=[^{SPACE}])(?={SPACE})")
 
-    def encode(text: str, first: bool) -> list[int]:
-        text = (" " + text if prefix and first else text).replace(" ", SPACE)
+    def encode(text: str, start: bool) -> list[int]:
+        # After a control token too, as at the start: SentencePiece sees each piece as a text of its own.
+        text = (" " + text if prefix else text).replace(" ", SPACE)
         out: list[int] = []
         for word in [text] if crosses else cut.split(text):
             out += words(word)

@@ -67,6 +67,8 @@ class Tokenizer:
         self.template = vocab.template
         self._rows = vocab.size
         self._control_ids = frozenset(vocab.control.values())
+        # Some vocabularies write what they can't spell as "unknown", which does no harm unless it ends a text.
+        self._forbidden = self._control_ids - ({vocab.unk} - vocab.ends)
         self._control = _Finder(vocab.control, vocab.strip)
         self._user = _Finder(vocab.user, {})
         self._bytes: dict[int, bytes] = {}
@@ -118,18 +120,12 @@ class Tokenizer:
         if guard is not None:
             parts = [p if isinstance(p, int) else p.replace(guard, "") for p in parts]
         out: list[int] = []
-        first = True
         for part in parts:
             if isinstance(part, int):
                 out.append(part)
-                first = True
                 continue
             for piece in self._user.split(part):
-                if isinstance(piece, int):
-                    out.append(piece)
-                else:
-                    out += self._plain(piece, first)
-                first = isinstance(piece, int)
+                out += [piece] if isinstance(piece, int) else self._plain(piece, not out)
         wanted = self.add_bos if add_bos is None else add_bos
         if wanted and out[:1] != [self.bos]:
             if self.bos is None:
@@ -137,10 +133,10 @@ class Tokenizer:
             out.insert(0, self.bos)
         return out
 
-    def _plain(self, text: str, first: bool) -> list[int]:
-        ids = self.vocab.encode(text, first)
-        if not self._control_ids.isdisjoint(ids):
-            name = self.decode([next(i for i in ids if i in self._control_ids)], special=True)
+    def _plain(self, text: str, start: bool) -> list[int]:
+        ids = self.vocab.encode(text, start)
+        if not self._forbidden.isdisjoint(ids):
+            name = self.decode([next(i for i in ids if i in self._forbidden)], special=True)
             raise BadRequest(f"This model's vocabulary can't spell {name!r} as ordinary text: leave it out.")
         return ids
 

@@ -13,7 +13,7 @@ class Vocab:
 
     size: int
     encode: Callable[[str, bool], list[int]]
-    """Ids of a piece of ordinary text. The flag: the piece starts the text or follows a control token."""
+    """Ids of a piece of ordinary text. The flag: the piece starts the text; otherwise it follows a token."""
     piece: Callable[[int], bytes]
     """Bytes of a token; for a control token the UTF-8 of its name."""
     control: Mapping[str, int]
