@@ -82,7 +82,8 @@ def test_metaspace_like_transformers(scheme: str, tmp_path: Path) -> None:
         assert plain[0] == 1
         assert not {1, 2} & set(plain[1:])
         if "<0x" not in text:  # a name that this library's model can merge to a byte token
-            assert ours.decode(plain) == text
+            # Metaspace takes a space that is there for its own.
+            assert ours.decode(plain) == (text if scheme == "never" else text.removeprefix(" "))
     assert ours.encode("a</s>b c", special=True) == theirs.encode("a</s>b c")
 
 
