@@ -1,0 +1,112 @@
+"""What the planner needs to know of a model and of the work: bytes and multiply-adds a layer, lengths, sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headrace.errors import Unsupported
+from headrace.model.spec import Spec, is_vector, kv_head_bytes
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer: bytes of its weights, multiply-adds a row, attention and cache.
+
+    ``query``: heads * head_dim (attention is 4 * query FLOPs a row and position); ``kv_heads``, ``head_dim``: of the
+    cache; ``window`` 0: all positions; ``live``: f32 values a row needs while the layer runs.
+    ``matrices``: elements of each matrix in file order (attention's, then the FFN's).
+    """
+
+    key: str
+    kind: Literal["embed", "block", "output"]
+    nbytes: int
+    macs: int
+    live: int
+    query: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    window: int = 0
+    matrices: tuple[int, ...] = ()
+
+    def kv_bytes(self, k_bits: int, v_bits: int) -> int:
+        """Bytes a token takes in this layer's cache."""
+        if not self.kv_heads:
+            return 0
+        return self.kv_heads * (kv_head_bytes(self.head_dim, k_bits) + kv_head_bytes(self.head_dim, v_bits))
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What the planner needs of a model. ``layers`` in the order of ``Spec.keys``."""
+
+    name: str
+    layers: tuple[LayerCost, ...]
+    width: int
+    vocab: int
+    tied: bool = False
+    """The output matrix is the embedding table; its bytes are counted in ``output``."""
+
+    @classmethod
+    def from_spec(cls, name: str, spec: Spec, nbytes: Callable[[str, int, int], int]) -> ModelCost:
+        """``nbytes(tensor, n, k)``: bytes of a matrix as stored (as for ``Spec.weight_bytes``)."""
+        layers = []
+        for key in spec.keys:
+            block = spec.block(key)
+            shapes = [(t, n, k) for t, (n, k) in spec.shapes(key).items()]
+            matrices = [(t, n, k) for t, n, k in shapes if not is_vector(t)]
+            held = spec.weight_bytes(key, nbytes)
+            if spec.tied and key in ("embed", "output"):  # the table is counted where it is read whole
+                table = nbytes("token_embd", spec.vocab, spec.embed_width)
+                held += table if key == "output" else -table
+            macs = 0 if key == "embed" else sum(n * k for _, n, k in matrices)
+            if block is None:
+                live = spec.width * 2 + (spec.vocab if key == "output" else 0)
+                layers.append(LayerCost(key, "embed" if key == "embed" else "output", held, macs, live))
+            else:
+                live = 3 * spec.width + 2 * block.q_width + 2 * block.kv_width + (2 if block.gated else 1) * block.ffn
+                layers.append(
+                    LayerCost(key, "block", held, macs, live, block.q_width, block.kv_heads, block.head_dim,
+                              block.window, tuple(n * k for _, n, k in matrices))
+                )  # fmt: skip
+        return cls(name, tuple(layers), spec.width, spec.vocab, spec.tied)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+
+OPT_SIZES: Mapping[str, tuple[int, int, int]] = {
+    "125m": (12, 768, 12), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
+    "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72), "175b": (96, 12288, 96),
+}  # fmt: skip
+"""Layers, width, heads of OPT (Zhang et al. 2022, table 1); FFN 4 x width, vocabulary 50272, tied table."""
+
+
+def opt(size: str, bits: float = 16.0) -> ModelCost:
+    """OPT of a public size, every matrix stored in ``bits`` a weight (4.5: 4 bits, f16 scale and minimum of 64)."""
+    if size not in OPT_SIZES:
+        raise Unsupported(f"no OPT of size {size!r}; known: {', '.join(OPT_SIZES)}.")
+    count, h, heads = OPT_SIZES[size]
+    vocab, scale = 50272, bits / 8
+    matrices = (h * h,) * 4 + (4 * h * h,) * 2
+    block = LayerCost("block", "block", round(sum(matrices) * scale), sum(matrices), 11 * h, h, heads, h // heads,
+                      matrices=matrices)  # fmt: skip
+    blocks = tuple(replace(block, key=f"block.{i}") for i in range(count))
+    embed = LayerCost("embed", "embed", round(2050 * h * scale), 0, 2 * h)
+    output = LayerCost("output", "output", round(vocab * h * scale), vocab * h, 2 * h + vocab)
+    return ModelCost(f"opt-{size}", (embed, *blocks, output), h, vocab, tied=True)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``batch`` sequences of ``prompt_len`` tokens, each answered with ``gen_len`` tokens."""
+
+    prompt_len: int
+    gen_len: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if min(self.prompt_len, self.gen_len, self.batch) < 1:
+            raise Unsupported(f"a workload needs at least one prompt token, one answer token, one sequence: {self}.")
