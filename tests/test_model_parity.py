@@ -11,6 +11,7 @@ import pytest
 
 import helpers_model as h
 from headrace.formats.index import open_model
+from headrace.kernels.dispatch import make_device
 from headrace.kernels.reference import ReferenceDevice
 from headrace.model.layers import spec_of
 from helpers_gguf import write_gguf
@@ -120,13 +121,15 @@ def close(result: np.ndarray, expected: np.ndarray, share: float = 1e-4) -> None
 DEVICES: dict[str, tuple[Callable[[], Any], int]] = {
     "reference": (ReferenceDevice, 32),
     "f16 cache": (ReferenceDevice, 16),
+    "cpu": (lambda: make_device(threads=2), 16),
+    "portable": (lambda: make_device(threads=1, cpu="portable"), 16),
 }
 """Devices and the bits of their caches."""
 
 
 def ours(path: Path, device: str) -> np.ndarray:
-    make_device, bits = DEVICES[device]
-    return h.logits_of(path, TOKENS, make_device(), k_bits=bits, v_bits=bits)
+    made, bits = DEVICES[device]
+    return h.logits_of(path, TOKENS, made(), k_bits=bits, v_bits=bits)
 
 
 @pytest.mark.parametrize("case", CASES)
