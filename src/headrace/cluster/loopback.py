@@ -97,7 +97,12 @@ class Loopback:
 
     def _at_stage(self, at: int, event: RunMessage | Cancel | Step, now: float) -> None:
         stage, computer = self.stages[at]
-        for effect in stage.on_event(event, now):
+        effects = stage.on_event(event, now)
+        while len(effects) == 1 and isinstance(effects[0], Step) and not self._queue:
+            # Nothing else to look at: on to the next layer without a detour through the queue.
+            computer.step(effects[0].layer, stage.runs[effects[0].run])
+            effects = stage.on_event(effects[0], now)
+        for effect in effects:
             if isinstance(effect, Step):
                 computer.step(effect.layer, stage.runs[effect.run])
                 self._queue.append((at, effect))

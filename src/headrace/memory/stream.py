@@ -68,8 +68,10 @@ class _Buffer:
 class Streamed:
     """``Weights`` of a model of which the layers ``streamed`` are read for each use; the others stay.
 
-    ``read_bytes`` counts what came from the disk; ``waited`` the seconds ``hold`` had to wait for it.
+    ``read_bytes`` counts what came from the disk.
     """
+
+    lasting = True
 
     def __init__(
         self,

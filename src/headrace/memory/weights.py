@@ -7,7 +7,7 @@ fetched before and dropped after.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from headrace.kernels.device import Bytes, Device, Weight
@@ -20,7 +20,12 @@ CHUNK = 8 << 20
 
 
 class Weights(Protocol):
-    """The weights of some layers, by index in the model's flat list."""
+    """The weights of some layers, by index in the model's flat list.
+
+    lasting: ``hold`` gives the same mappings again and again, so programs may stay joined with them.
+    """
+
+    lasting: bool
 
     def hold(self, layer: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """The layer's tensors for as long as the context lasts."""
@@ -54,7 +59,9 @@ def pack_tensor(device: Device, model: Model, plan: TensorPlan, out: Bytes) -> N
 
 
 class Resident:
-    """Layers [first, end) of a model, loaded whole. A shared tensor (a tied output matrix) is loaded once."""
+    """Layers of a model, loaded whole. A shared tensor (a tied output matrix) is loaded once."""
+
+    lasting = True
 
     def __init__(self, device: Device, model: Model, layers: Sequence[int]) -> None:
         self._held: dict[int, dict[str, Weight]] = {}
@@ -86,9 +93,8 @@ class Resident:
     def _size(device: Device, plan: TensorPlan) -> int:
         return round_up(device.packed_nbytes(plan.fmt, plan.n, plan.k), TENSOR_ALIGN)
 
-    @contextmanager
-    def hold(self, layer: int) -> Iterator[Mapping[str, Weight]]:
-        yield self._held[layer]
+    def hold(self, layer: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        return nullcontext(self._held[layer])
 
     def close(self) -> None:
         self._held, self.buffers = {}, []
@@ -96,6 +102,8 @@ class Resident:
 
 class FetchEachTime:
     """Layers read from the model file before each use and dropped after it: the smallest memory, no prefetch."""
+
+    lasting = False
 
     def __init__(self, device: Device, model: Model) -> None:
         self._device, self._model = device, model

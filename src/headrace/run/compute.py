@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,7 +43,7 @@ class DeviceComputer:
         self._holding = -1
         self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
         self._now: BoundProgram | None = None
-        self._stack = ExitStack()
+        self._context: AbstractContextManager[Mapping[str, Weight]] | None = None
 
     def step(self, layer: int, run: Run) -> None:
         """Compute one layer of a run's live rows; see ``run.stage.Computer``."""
@@ -68,18 +68,22 @@ class DeviceComputer:
 
     def _hold(self, layer: int) -> None:
         """Hold a layer's weights in place of the last one's; joined with its program once per place they lie in."""
-        self._stack.close()
-        self._holding = -1
-        held = self._stack.enter_context(self.weights.hold(layer))
+        self._release()
+        self._context = self.weights.hold(layer)
+        held = self._context.__enter__()
         key = layer, id(held)
-        if key not in self._bound or self._bound[key][0] is not held:
-            self._bound[key] = held, self._programs[layer].bind(held)
-        self._now = self._bound[key][1]
+        now = self._bound[key][1] if key in self._bound else self._programs[layer].bind(held)
+        if self.weights.lasting:
+            self._bound[key] = held, now
+        self._now = now
         self._holding = layer
+
+    def _release(self) -> None:
+        context, self._context, self._now, self._holding = self._context, None, None, -1
+        if context is not None:
+            context.__exit__(None, None, None)
 
     def close(self) -> None:
         """Give back what is held."""
-        self._stack.close()
-        self._holding = -1
-        self._now = None
+        self._release()
         self._bound.clear()
