@@ -33,28 +33,25 @@ struct Job {
   int64_t n0, n1;
 };
 
-template <Format F>
-void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t r1) {
+// One tile meets rows [r0, r0 + 4 * quads + Rest).
+template <Format F, int Rest, bool Single>
+void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t quads) {
   Tile<F> tile(job.w, planes, j / kTile);
   Group<F> group;
-  __m256 acc[kMaxRows];
-  const int64_t groups = job.w.k / kGroup;
-  if (r1 - r0 == 1) {
-    acc[0] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < groups; ++g) {
-      tile.load(g, group);
-      all_rows<F>(group, GroupRows(job.q, g), r0, r0 + 1, acc);
-    }
-  } else {
-    for (int64_t r = r0; r < r1; ++r) acc[r - r0] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < groups; ++g) {
-      tile.load(g, group);
-      all_rows<F>(group, GroupRows(job.q, g), r0, r1, acc);
-    }
+  __m256 acc[kMaxRows], rest[Rest ? Rest : 1];
+  for (int64_t r = 0; r < 4 * quads; ++r) acc[r] = _mm256_setzero_ps();
+  for (__m256& v : rest) v = _mm256_setzero_ps();
+  const int64_t groups = job.w.k / kGroup, r1 = r0 + 4 * quads;
+  for (int64_t g = 0; g < groups; ++g) {
+    tile.load(g, group);
+    const GroupRows<Single> rows(job.q, g);
+    for (int64_t r = 0; r < 4 * quads; r += 4) add_rows<F, 4>(group, rows, r0 + r, acc + r);
+    if constexpr (Rest > 0) add_rows<F, Rest>(group, rows, r1, rest);
   }
   const int live = static_cast<int>(std::min<int64_t>(kTile, job.n1 - j));
-  for (int64_t r = r0; r < r1; ++r)
-    store(acc[r - r0], live, job.bias ? job.bias + j : nullptr, job.accumulate, job.y + r * job.ldy + j);
+  const float* bias = job.bias ? job.bias + j : nullptr;
+  for (int64_t r = 0; r < 4 * quads; ++r) store(acc[r], live, bias, job.accumulate, job.y + (r0 + r) * job.ldy + j);
+  for (int r = 0; r < Rest; ++r) store(rest[r], live, bias, job.accumulate, job.y + (r1 + r) * job.ldy + j);
 }
 
 template <Format F>
@@ -62,9 +59,18 @@ void integer_matmul(const Job& job) {
   const Planes planes(F, job.w.n, job.w.k);
   const int64_t fit = kBlockBytes / (job.w.k / kGroup * QuantView::kBytes);
   const int64_t block = std::clamp<int64_t>(fit / 4 * 4, 16, kMaxRows);
-  for (int64_t r0 = 0; r0 < job.rows; r0 += block)
-    for (int64_t j = job.n0; j < job.n1; j += kTile)
-      tile_rows<F>(job, planes, j, r0, std::min(job.rows, r0 + block));
+  for (int64_t r0 = 0; r0 < job.rows; r0 += block) {
+    const int64_t count = std::min(job.rows - r0, block), quads = count / 4;
+    for (int64_t j = job.n0; j < job.n1; j += kTile) switch (count % 4) {
+        case 0: tile_rows<F, 0, false>(job, planes, j, r0, quads); break;
+        case 1:
+          if (job.q.rows == 1) tile_rows<F, 1, true>(job, planes, j, 0, 0);
+          else tile_rows<F, 1, false>(job, planes, j, r0, quads);
+          break;
+        case 2: tile_rows<F, 2, false>(job, planes, j, r0, quads); break;
+        default: tile_rows<F, 3, false>(job, planes, j, r0, quads); break;
+      }
+  }
 }
 
 void matmul(const Matrix& w, const QuantRows* q, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy,

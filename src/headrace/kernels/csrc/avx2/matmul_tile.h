@@ -85,17 +85,19 @@ class Tile {
   alignas(32) uint8_t six_[128];
 };
 
-// The activations of one group, all rows.
+// The activations of one group, all rows. Single: there is but one row, so that every offset is a constant.
+template <bool Single>
 struct GroupRows {
-  const int8_t* codes;
-  const float *scales, *sums;
-  const int32_t* offsets;  // four arrays of `rows` pairs
+  const uint8_t* base;
   int64_t rows;
 
-  GroupRows(const QuantView& v, int64_t g)
-      : codes(v.codes(g, 0)), scales(v.scales(g)), sums(v.sums(g)),
-        offsets(reinterpret_cast<const int32_t*>(v.offsets(g, 0))), rows(v.rows) {}
-  __m256i offset(int which, int64_t r) const { return _mm256_set1_epi32(offsets[which * rows + r]); }
+  GroupRows(const QuantView& v, int64_t g) : base(v.base + g * QuantView::kBytes * (Single ? 1 : v.rows)), rows(v.rows) {}
+  int64_t count() const { return Single ? 1 : rows; }
+  const int8_t* codes(int64_t r) const { return reinterpret_cast<const int8_t*>(base) + 32 * r; }
+  const float* field(int which) const { return reinterpret_cast<const float*>(base + (32 + 4 * which) * count()); }
+  __m256 scale(int64_t r) const { return _mm256_broadcast_ss(field(0) + r); }
+  __m256 sum(int64_t r) const { return _mm256_broadcast_ss(field(1) + r); }
+  __m256i offset(int which, int64_t r) const { return _mm256_castps_si256(_mm256_broadcast_ss(field(2 + which) + r)); }
 };
 
 inline __m256i four(const int8_t* q, int step) {
@@ -104,46 +106,87 @@ inline __m256i four(const int8_t* q, int step) {
   return _mm256_set1_epi32(v);
 }
 
-// Sum of steps [First, Last) in 16-bit lanes, on top of `start`.
-template <int First, int Last>
-inline __m256i steps(const __m256i* w, const int8_t* q, __m256i start) {
-  for (int s = First; s < Last; ++s) start = _mm256_add_epi16(start, _mm256_maddubs_epi16(w[s], four(q, s)));
-  return start;
-}
-template <int First, int Last>
-inline __m256i steps(const __m256i* w, const int8_t* q) {
-  return steps<First + 1, Last>(w, q, _mm256_maddubs_epi16(w[First], four(q, First)));
-}
+// Keeps a chain of additions as written: interleaved over rows it runs at full rate, as the compiler's tree doesn't.
+inline void keep(__m256i& v) { asm("" : "+x"(v)); }
 
 inline __m256i widen(__m256i v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 
-// The exact integer sum of one group of one row.
-template <Format F>
-inline __m256i group_sum(const Group<F>& w, const GroupRows& a, int64_t r) {
-  const int8_t* q = a.codes + 32 * r;
-  if constexpr (F == Format::Q4_0) return widen(steps<0, 8>(w.w, q, a.offset(3, r)));
-  if constexpr (F == Format::Q5_0) return widen(steps<0, 8>(w.w, q, a.offset(2, r)));
-  if constexpr (is(F, Format::Q4_1, Format::Q4_K)) return widen(steps<0, 8>(w.w, q));
-  if constexpr (is(F, Format::Q5_1, Format::Q5_K))
-    return _mm256_add_epi32(widen(steps<0, 4>(w.w, q)), widen(steps<4, 8>(w.w, q)));
-  if constexpr (by_sixteen(F)) {
-    __m256i first, last;
-    if constexpr (F == Format::Q2_K) {
-      first = steps<0, 4>(w.w, q), last = steps<4, 8>(w.w, q);
-    } else if constexpr (F == Format::Q3_K) {  // centre 4 = 32 / 8
-      first = steps<0, 4>(w.w, q, _mm256_srai_epi16(a.offset(0, r), 3));
-      last = steps<4, 8>(w.w, q, _mm256_srai_epi16(a.offset(1, r), 3));
-    } else {
-      first = steps<0, 4>(w.w, q, a.offset(0, r)), last = steps<4, 8>(w.w, q, a.offset(1, r));
+// Steps [First, Last) of N rows, added to 16-bit lanes. Fresh: the sums start with the first step.
+template <int First, int Last, bool Fresh, int N>
+inline void steps(const __m256i* w, const int8_t* q, __m256i* sum) {
+  for (int s = First; s < Last; ++s)
+    for (int i = 0; i < N; ++i) {
+      const __m256i p = _mm256_maddubs_epi16(w[s], four(q + 32 * i, s));
+      sum[i] = Fresh && s == First ? p : _mm256_add_epi16(sum[i], p);
+      keep(sum[i]);
     }
-    return _mm256_add_epi32(_mm256_madd_epi16(first, w.sub[0]), _mm256_madd_epi16(last, w.sub[1]));
+}
+
+// Half a group (16 codes) of N rows: 16-bit sums, widened; `scale` multiplies (all ones, or the sub-scales).
+template <Format F, int Half, int N, class Rows>
+inline void half_sums(const Group<F>& w, const Rows& a, int64_t r, __m256i scale, __m256i* wide) {
+  __m256i sum[N];
+  constexpr bool centred = is(F, Format::Q3_K, Format::Q6_K);
+  if constexpr (centred)
+    for (int i = 0; i < N; ++i) {
+      sum[i] = a.offset(Half, r + i);
+      if constexpr (F == Format::Q3_K) sum[i] = _mm256_srai_epi16(sum[i], 3);  // centre 4 = 32 / 8
+    }
+  steps<4 * Half, 4 * Half + 4, !centred, N>(w.w, a.codes(r), sum);
+  for (int i = 0; i < N; ++i) {
+    const __m256i v = _mm256_madd_epi16(sum[i], scale);
+    wide[i] = Half ? _mm256_add_epi32(wide[i], v) : v;
+  }
+}
+
+// Signed codes: |w| * sign(a, w). A pair sum p nearly fills 16 bit (128 * 127 * 2), so eight of them don't fit. Kept
+// are low = their sum modulo 2^16 and high = the sum of p >> 8; then low - 256 * high = sum of (p & 255) < 2048 is
+// exact, and so is the total. Cheaper than widening each p: shifts and additions have pipes of their own.
+template <Format F, int N, class Rows>
+inline void signed_sums(const Group<F>& w, const Rows& a, int64_t r, __m256i* wide) {
+  const int8_t* q = a.codes(r);
+  __m256i low[N], high[N];
+  for (int s = 0; s < 8; ++s) {
+    const __m256i magnitude = _mm256_abs_epi8(w.w[s]);
+    for (int i = 0; i < N; ++i) {
+      const __m256i p = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four(q + 32 * i, s), w.w[s]));
+      low[i] = s ? _mm256_add_epi16(low[i], p) : p;
+      const __m256i top = _mm256_srai_epi16(p, 8);
+      high[i] = s ? _mm256_add_epi16(high[i], top) : top;
+      keep(low[i]), keep(high[i]);
+    }
+  }
+  for (int i = 0; i < N; ++i) {
+    const __m256i rest = _mm256_sub_epi16(low[i], _mm256_slli_epi16(high[i], 8));
+    wide[i] = _mm256_add_epi32(_mm256_madd_epi16(high[i], _mm256_set1_epi16(256)), widen(rest));
+  }
+}
+
+// The exact integer sums of one group for rows r .. r + N - 1.
+template <Format F, int N, class Rows>
+inline void group_sums(const Group<F>& w, const Rows& a, int64_t r, __m256i* wide) {
+  if constexpr (signed_codes(F)) {
+    signed_sums<F, N>(w, a, r, wide);
+  } else if constexpr (by_sixteen(F)) {
+    half_sums<F, 0, N>(w, a, r, w.sub[0], wide);
+    half_sums<F, 1, N>(w, a, r, w.sub[1], wide);
+  } else if constexpr (is(F, Format::Q5_1, Format::Q5_K)) {
+    half_sums<F, 0, N>(w, a, r, _mm256_set1_epi16(1), wide);
+    half_sums<F, 1, N>(w, a, r, _mm256_set1_epi16(1), wide);
+  } else {
+    constexpr bool centred = is(F, Format::Q4_0, Format::Q5_0);
+    __m256i sum[N];
+    if constexpr (centred)
+      for (int i = 0; i < N; ++i) sum[i] = a.offset(F == Format::Q4_0 ? 3 : 2, r + i);
+    steps<0, 8, !centred, N>(w.w, a.codes(r), sum);
+    for (int i = 0; i < N; ++i) wide[i] = widen(sum[i]);
   }
 }
 
 // acc + the group's share, by the format's formula (docs/kernels.md).
-template <Format F>
-inline __m256 add_group(const Group<F>& w, const GroupRows& a, int64_t r, __m256i sum, __m256 acc) {
-  const __m256 s = _mm256_cvtepi32_ps(sum), da = _mm256_broadcast_ss(a.scales + r);
+template <Format F, class Rows>
+inline __m256 add_group(const Group<F>& w, const Rows& a, int64_t r, __m256i sum, __m256 acc) {
+  const __m256 s = _mm256_cvtepi32_ps(sum), da = a.scale(r);
   if constexpr (F == Format::Q2_K) {
     const __m256i minima = _mm256_add_epi32(_mm256_madd_epi16(a.offset(0, r), w.submin[0]),
                                             _mm256_madd_epi16(a.offset(1, r), w.submin[1]));  // * -32
@@ -151,34 +194,15 @@ inline __m256 add_group(const Group<F>& w, const GroupRows& a, int64_t r, __m256
     return _mm256_fmadd_ps(_mm256_fmadd_ps(w.scale, s, m), da, acc);
   }
   acc = _mm256_fmadd_ps(s, _mm256_mul_ps(w.scale, da), acc);
-  if constexpr (has_min(F)) acc = _mm256_fmadd_ps(w.min, _mm256_broadcast_ss(a.sums + r), acc);
+  if constexpr (has_min(F)) acc = _mm256_fmadd_ps(w.min, a.sum(r), acc);
   return acc;
 }
 
-// Signed codes: |w| * sign(a, w); one pair sum nearly fills 16 bit (127 * 128 * 2), so each step is widened.
-template <Format F, int N>
-inline void signed_rows(const Group<F>& w, const GroupRows& a, int64_t r, __m256* acc) {
-  const int8_t* q = a.codes + 32 * r;
+template <Format F, int N, class Rows>
+inline void add_rows(const Group<F>& w, const Rows& a, int64_t r, __m256* acc) {
   __m256i sum[N];
-  for (int s = 0; s < 8; ++s) {
-    const __m256i magnitude = _mm256_abs_epi8(w.w[s]);
-    for (int i = 0; i < N; ++i) {
-      const __m256i p = widen(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four(q + 32 * i, s), w.w[s])));
-      sum[i] = s ? _mm256_add_epi32(sum[i], p) : p;
-    }
-  }
+  group_sums<F, N>(w, a, r, sum);
   for (int i = 0; i < N; ++i) acc[i] = add_group<F>(w, a, r + i, sum[i], acc[i]);
-}
-
-template <Format F>
-inline void all_rows(const Group<F>& w, const GroupRows& a, int64_t r0, int64_t r1, __m256* acc) {
-  if constexpr (signed_codes(F)) {
-    int64_t r = r0;
-    for (; r + 4 <= r1; r += 4) signed_rows<F, 4>(w, a, r, acc + (r - r0));
-    for (; r < r1; ++r) signed_rows<F, 1>(w, a, r, acc + (r - r0));
-  } else {
-    for (int64_t r = r0; r < r1; ++r) acc[r - r0] = add_group<F>(w, a, r, group_sum<F>(w, a, r), acc[r - r0]);
-  }
 }
 
 }  // namespace
