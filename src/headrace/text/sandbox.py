@@ -23,6 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from headrace.text.guard import UserText
+
 WORK = 50_000_000
 """Characters and steps that one rendering may take, and as many times its input as ``PER_CHARACTER``."""
 PER_CHARACTER = 50
@@ -32,11 +34,13 @@ ITEM = 20
 """What an item of a list spends."""
 SECONDS = 10.0
 MOST_NUMBER = 10_000
-"""The largest width, count or exponent handed to a filter or method, and the largest factor of a repetition."""
+"""The largest width or count handed to a filter or string method."""
 
 _FILTERS = """abs batch capitalize count d default dictsort e escape first float groupby indent int items join
     last length list lower map max min reject rejectattr replace reverse round safe select selectattr slice sort
     string sum title trim unique upper wordcount""".split()  # noqa: SIM905
+"""What chat templates use of jinja2's filters; nothing random and nothing that scans for patterns of the web."""
+_BY_PATTERN = ("title", "int", "float", "wordcount")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -182,6 +186,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(plain[0], Iterable) and not isinstance(plain[0], str | list | tuple | dict | Undefined):
                 plain[0] = list(self._counted(plain[0]))  # a range, or a generator such as map makes
             self._check(name, tuple(plain), named)
+            user = plain[0] if name in _BY_PATTERN and isinstance(plain[0], UserText) else None
+            if user is not None:  # guards aren't for their patterns
+                out = function(user.plain, *plain[1:], **named)
+                return self._built(user.guard.mark(out) if isinstance(out, str) else out)
             return self._built(function(*args[:1], *plain, **named) if takes else function(*plain, **named))
 
         return run
