@@ -169,11 +169,22 @@ def test_chunks_and_slot_order_change_nothing_that_matters(case: str, tmp_path: 
     close(h.logits_of(loaded, TOKENS, loaded.device, chunk=1), whole)
 
 
-@pytest.mark.parametrize(("bits", "share"), [((8, 8), 0.02), ((8, 4), 0.12)])
-def test_narrow_caches_stay_near(bits: tuple[int, int], share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "share"), [((8, 8), 0.02), ((8, 4), 0.12), ((4, 4), 0.5)])
+def test_narrow_caches_stay_near_and_agree(bits: tuple[int, int], share: float, tmp_path: Path) -> None:
     make("llama-tied", tmp_path)
-    loaded = h.load(tmp_path, ReferenceDevice())
-    whole = h.logits_of(loaded, TOKENS, loaded.device)
-    narrow = h.logits_of(loaded, TOKENS, loaded.device, k_bits=bits[0], v_bits=bits[1])
-    close(narrow, whole, share)
-    assert np.abs(narrow - whole).max() > 0
+    results = {}
+    for name, device in (("reference", ReferenceDevice()), ("cpu", make_device(threads=2))):
+        loaded = h.load(tmp_path, device)
+        whole = h.logits_of(loaded, TOKENS, device)
+        results[name] = h.logits_of(loaded, TOKENS, device, k_bits=bits[0], v_bits=bits[1])
+        close(results[name], whole, share)
+        assert np.abs(results[name] - whole).max() > 0
+    close(results["cpu"], results["reference"], 2e-3)
+
+
+@pytest.mark.parametrize("fmt", ["F16", "BF16", "Q8_0", "Q5_1", "Q4_0"])
+def test_stored_formats_agree(fmt: str, tmp_path: Path) -> None:
+    """The CPU's integer kernels round activations to 8 bit: near the reference, which doesn't."""
+    write_gguf(make("llama-untied-biases", tmp_path), "llama", tmp_path / "model.gguf", fmt)
+    expected = h.logits_of(tmp_path / "model.gguf", TOKENS, ReferenceDevice())
+    close(h.logits_of(tmp_path / "model.gguf", TOKENS, make_device(threads=2)), expected, 1e-4 if "F" in fmt else 0.03)

@@ -18,6 +18,8 @@ from headrace.formats.index import ModelFile, open_model
 from headrace.formats.tensor import TensorInfo
 from headrace.model.families import FAMILIES, from_config, from_gguf
 from headrace.model.layers import build, load_model, spec_of
+from headrace.model.names import FOLDER
+from headrace.model.names import GGUF as NAMES
 from headrace.model.rope import inv_freq, magnitude
 from headrace.model.spec import RopeSpec, Spec, is_vector
 
@@ -131,6 +133,7 @@ def test_scaled_frequencies() -> None:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"num_local_experts": 8}, "num_local_experts"),
         ("llama", {"sliding_window": 4096}, "sliding_window"),
+        ("llama", {"layer_types": ["sliding_attention"] * 32}, "layer_types"),
         ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier"),
         ("llama", {"model_type": "mamba"}, "mamba"),
@@ -156,6 +159,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(name: str, change: dict
     [
         {"torch_dtype": "float16", "unsloth_version": "2024.9", "_name_or_path": "x", "quantization_config": None},
         {"num_local_experts": 0, "use_something_new": False, "future": None},
+        {"layer_types": ["full_attention"] * 32, "max_sequence_length": 2048, "prefix": "<s>"},
         {"rope_scaling": None}, {"head_dim": None}, {"head_dim": 128}, {"rope_scaling": {"type": "default"}},
     ],
 )  # fmt: skip
@@ -212,15 +216,73 @@ def test_gguf_metadata() -> None:
     assert [b.kv_heads for b in per_block.blocks] == [4, 1]
     for key, value in [("llama.expert_count", 8), ("llama.attention.clamp_kqv", 1.5), ("general.type", "adapter"),
                        ("llama.rope.scaling.type", "longrope"), ("general.architecture", "mamba"),
-                       ("llama.attention.head_count_kv", np.array([4, 0])), ("llama.vocab_size", 7.5)]:  # fmt: skip
+                       ("llama.attention.head_count_kv", np.array([4, 0])), ("llama.vocab_size", 7.5),
+                       ("llama.vocab_size", None)]:  # fmt: skip
         with pytest.raises(HeadraceError):
             from_gguf(GGUF | {key: value})
 
 
+GEMMA_GGUF = {key.replace("llama", "gemma3"): "gemma3" if value == "llama" else value for key, value in GGUF.items()}
+
+
+def test_gemma_windows_in_gguf_metadata() -> None:
+    gemma = GEMMA_GGUF | {"gemma3.block_count": 8, "gemma3.attention.sliding_window": 5}
+    key = "gemma3.attention.sliding_window_pattern"
+    assert [b.window for b in from_gguf(gemma).blocks] == [5, 5, 5, 5, 5, 0, 5, 5]
+    assert [b.window for b in from_gguf(gemma | {key: 3}).blocks] == [5, 5, 0, 5, 5, 0, 5, 5]
+    assert [b.window for b in from_gguf(gemma | {key: np.arange(8) % 2 == 1}).blocks] == [0, 5] * 4
+    for bad in (0, -1, "6", np.array([1, 0]), np.zeros(8), [1]):
+        with pytest.raises(HeadraceError, match="sliding_window_pattern"):
+            from_gguf(gemma | {key: bad})
+
+
+@pytest.fixture(scope="module")
+def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A GGUF model of 60 kB."""
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in GGUF.items():
+        if isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif key != "general.architecture":
+            writer.add_string(key, value)
+    spec, table = from_gguf(GGUF | {"llama.vocab_size": 100}), NAMES["llama"].table
+    for layer in spec.keys:
+        for name, shape in spec.shapes(layer).items():
+            file_name = table[name].format(i=layer[6:])
+            writer.add_tensor(file_name, np.ones(shape[1:] if is_vector(name) else shape, np.float16))
+    writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def test_mutated_files_give_a_model_or_an_error(small_gguf: bytes, tmp_path: Path) -> None:
+    path, rng, refused = tmp_path / "m.gguf", np.random.default_rng(1), 0
+    path.write_bytes(small_gguf)
+    with open_model(path) as file:
+        assert len(load_model(file).layers) == 4
+    header = small_gguf.index(b"rope_freqs") + 100
+    for _ in range(400):
+        raw = np.frombuffer(small_gguf, np.uint8).copy()
+        for at in rng.integers(4, header, rng.integers(1, 3)):
+            raw[at] = rng.choice([0, 1, 255, raw[at] ^ 1 << rng.integers(8)])
+        path.write_bytes(raw.tobytes())
+        try:
+            with open_model(path) as file:
+                load_model(file)
+        except HeadraceError:
+            refused += 1
+    assert refused > 100
+
+
 def fake(spec: Spec, path: Path, change: dict[str, TensorInfo | None]) -> ModelFile:
     """A folder's index without bytes: llama's tensors, changed."""
-    from headrace.model.names import FOLDER
-
     table, tensors = FOLDER["llama"].table, {}
     for key in spec.keys:
         for name, shape in spec.shapes(key).items():
@@ -270,9 +332,7 @@ def test_a_bare_config_has_a_spec_but_no_layers(tmp_path: Path) -> None:
 
 
 def test_every_family_is_unique_and_has_names() -> None:
-    from headrace.model import names
-
     kinds = [k for f in FAMILIES for k in f.config_types]
     assert len(set(kinds)) == len(kinds)
-    assert {f.name for f in FAMILIES} == set(names.FOLDER)
-    assert {f.name for f in FAMILIES if f.gguf} == set(names.GGUF)
+    assert {f.name for f in FAMILIES} == set(FOLDER)
+    assert {f.name for f in FAMILIES if f.gguf} == set(NAMES)

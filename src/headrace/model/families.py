@@ -8,9 +8,11 @@ can't say. Facts: the config classes and modelling files of transformers, and ll
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from headrace.errors import Unsupported
 from headrace.kernels.ops import Activation
@@ -211,6 +213,8 @@ def _opt(keys: Keys, width: int, context: int) -> dict[str, Any]:
 def _windows(family: Family, keys: Keys, count: int) -> list[int]:
     """Each block's window; 0: none."""
     if family.windows == "none":
+        if keys.has("layer_types") and keys.raw("layer_types") != ["full_attention"] * count:
+            raise keys.refuse("layer_types")
         return [0] * count
     window = 0 if keys.null("sliding_window") else keys.integer("sliding_window", 4096, low=1, high=MAX_CONTEXT)
     if family.windows == "all":
@@ -282,7 +286,7 @@ def _gguf_blocks(family: Family, keys: Keys, a: str, width: int, context: int, d
     dims = keys.integer(a + "rope.dimension_count", head_dim, low=2, high=head_dim)
     main, local = gguf_ropes(keys, a, family.rope_base, dims, context, family.rope_style, divisors)
     windows = _gguf_windows(family, keys, a, count)
-    scale, norms = 1.0 / math.sqrt(head_dim), family.norms
+    scale, norms = keys.number(a + "attention.scale", 0.0) or 1.0 / math.sqrt(head_dim), family.norms
     if family.name == "gemma3" and count == 62:
         # The 27B model scales by width / heads; GGUF has no key for it, llama.cpp knows it by its blocks too.
         scale = 1.0 / math.sqrt(_divided(width, heads[0]))
@@ -310,17 +314,21 @@ def _block_rope(family: Family, window: int, main: RopeSpec, local: RopeSpec) ->
 def _gguf_vocab(keys: Keys, a: str) -> int:
     if keys.has(a + "vocab_size"):
         return keys.integer(a + "vocab_size", low=2, high=MAX_VOCAB)
-    return len(keys.raw("tokenizer.ggml.tokens"))
+    tokens = keys.raw("tokenizer.ggml.tokens")
+    if not isinstance(tokens, Sized):
+        raise keys.bad("tokenizer.ggml.tokens", tokens, "a list of tokens")
+    return len(tokens)
 
 
 def _gguf_windows(family: Family, keys: Keys, a: str, count: int) -> list[int]:
     window = keys.integer(a + "attention.sliding_window", 0, high=MAX_CONTEXT)
     if family.windows != "pattern":
         return [window] * count
-    pattern = keys.raw(a + "attention.sliding_window_pattern", WINDOW_PATTERN)
-    if not isinstance(pattern, int):
-        flags = [bool(v) for v in pattern]
-        require(len(flags) == count, f"{a}attention.sliding_window_pattern has {len(flags)} values, not {count}")
-        return [window if f else 0 for f in flags]
-    require(pattern >= 1, f"{a}attention.sliding_window_pattern is {pattern}")
+    key = a + "attention.sliding_window_pattern"
+    flags = keys.raw(key, WINDOW_PATTERN)
+    if isinstance(flags, np.ndarray):
+        if flags.shape != (count,) or flags.dtype.kind not in "bui":
+            raise keys.bad(key, flags.shape, f"true or false for each of {count} blocks")
+        return [window if f else 0 for f in flags.tolist()]
+    pattern = keys.integer(key, WINDOW_PATTERN, 1, MAX_BLOCKS)
     return [0 if (i + 1) % pattern == 0 else window for i in range(count)]

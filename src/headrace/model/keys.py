@@ -19,15 +19,16 @@ _MISSING: Any = object()
 
 # Bookkeeping, training and generation settings of config.json; none changes a logit.
 HARMLESS = (
-    "_*", "*_token_id", "*_token_index", "*dropout*", "*_pdrop", "architectures", "attn_implementation", "auto_map",
-    "bos_token", "cache_implementation", "chunk_size_feed_forward", "do_sample", "dtype", "eos_token",
+    "*_pdrop", "*_token_id", "*_token_index", "*dropout*", "_*", "architectures", "attn_implementation",
+    "auto_map", "bos_token", "cache_implementation", "chunk_size_feed_forward", "do_sample", "dtype", "eos_token",
     "finetuning_task", "gradient_checkpointing", "id2label", "image_seq_length", "init_std", "initializer_*",
-    "is_decoder", "is_llama_config", "label2id", "layerdrop", "license", "max_length", "min_length",
-    "mm_tokens_per_image", "model_name", "model_type", "name_or_path", "num_beams", "num_labels",
-    "output_attentions", "output_hidden_states", "pad_token", "prefix", "pretraining_tp", "problem_type",
-    "return_dict", "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unsloth_*", "use_cache",
-    "use_flash_*", "use_return_dict", "vision_config",
+    "is_decoder", "is_llama_config", "label2id", "layerdrop", "license", "max_length", "max_sequence_length",
+    "min_length", "mm_tokens_per_image", "model_max_length", "model_name", "model_type", "name_or_path",
+    "num_beams", "num_labels", "output_attentions", "output_hidden_states", "output_projection", "pad_token",
+    "prefix", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "temperature",
+    "tokenizer_*", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unsloth_*", "use_cache", "use_flash_*", "use_return_dict",
+    "vision_config",
 )  # fmt: skip
 """Keys (patterns) of config.json that may have any value."""
 
