@@ -30,7 +30,7 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 RUNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CHUNKS = (32, 256)
 """Prompt tokens a sequence and pass, beside the whole prompt: small ones where memory is short."""
-KEPT = 12
+KEPT = 16
 """Shapes whose best plan is known before those that can't be better are left out."""
 
 
@@ -247,11 +247,11 @@ def _candidate(costing: Costing, groups: list[Group], n: I64, objective: Objecti
 
 
 def _unlike(ranked: Iterable[Candidate]) -> list[Candidate]:
-    """Without those that differ from a better one only in a way that costs nothing."""
-    seen: set[tuple[object, ...]] = set()
+    """The best of each block shape, rows and runs."""
+    seen: set[tuple[int, int]] = set()
     out = []
     for c in ranked:
-        key = (c.plan.places, c.plan.rows, c.plan.runs, c.plan.activations)
+        key = (c.plan.rows, c.plan.runs)
         if key not in seen:
             seen.add(key)
             out.append(c)
@@ -260,10 +260,10 @@ def _unlike(ranked: Iterable[Candidate]) -> list[Candidate]:
 
 def _why(best: Candidate, other: Candidate) -> str:
     p, b = other.prediction, best.prediction
-    phase = max(("prefill", "decode"), key=lambda ph: getattr(p, ph) / p.block - getattr(b, ph) / b.block)
+    phase = max(("prefill", "decode"), key=lambda ph: float(getattr(p, ph) / p.block - getattr(b, ph) / b.block))
     resource, seconds = next(iter(p.terms[phase].items()))
     return (
-        f"{other.seconds / best.seconds:.2f} x the time: {resource} binds in {phase}, {seconds:.3g} s a pass "
+        f"{other.seconds / best.seconds:.3f} x the time: {resource} binds in {phase}, {seconds:.3g} s a pass "
         f"of {p.block} sequences"
     )
 

@@ -196,7 +196,7 @@ def solve_highs(highspy: Any, problem: Problem, tight: float = 1.0) -> I64 | Non
     engine = _run(highspy, _programme(problem, tight), True)
     if engine is None:
         return None
-    n = np.rint(np.array(engine.getSolution().col_value)[: len(problem.kind)]).astype(np.int64)
+    n: I64 = np.rint(np.array(engine.getSolution().col_value)[: len(problem.kind)]).astype(np.int64)
     if problem.fits(n):
         return n
     return solve_highs(highspy, problem, 1.0 - 1e-6) if tight == 1.0 else None
