@@ -7,8 +7,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from headrace.cli import generation as g
+from headrace.cli import options
 from headrace.cli.show import note
 from headrace.errors import BadRequest, HeadraceError
+from headrace.run.types import Sampling
 
 if TYPE_CHECKING:
     from headrace.engine import Engine
@@ -24,17 +26,17 @@ A line that ends in \\ goes on in the next."""
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Talks with a model, turn by turn; what was said stays computed, so an answer costs its own words only. "
-        "Answers go to stdout, the prompt and the figures to stderr; without a terminal each line of stdin is a turn.\n\n"
+        "Talks with a model, turn by turn; what was said stays computed, so a turn costs only its own words. "
+        "Answers go to stdout, the prompt and the figures to stderr; without a terminal a line is a turn.\n\n"
         "In the conversation /help lists the commands."
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before everything")
-    g.add_model(parser)
-    g.add_sampling(parser)
+    options.add_model(parser)
+    options.add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = g.sampling_of(args)
+    sampling = options.sampling_of(args)
     if not all(args.stop):
         raise BadRequest("A --stop text is empty; leave it out.")
     with g.load(args) as engine:
@@ -47,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
 class Conversation:
     """The messages so far, and one turn after the other."""
 
-    def __init__(
-        self, engine: Engine, template: ChatTemplate, args: argparse.Namespace, sampling: g.Sampling
-    ) -> None:
+    def __init__(self, engine: Engine, template: ChatTemplate, args: argparse.Namespace, sampling: Sampling) -> None:
         self.engine, self.template, self.args, self.sampling = engine, template, args, sampling
         self.start = [{"role": "system", "content": args.system}] if args.system is not None else []
         self.messages = list(self.start)
@@ -96,7 +96,7 @@ class Conversation:
         answer, finish = [], ""
         stream = self.engine.stream(
             ids,
-            max_tokens=self.args.tokens or g.DEFAULT_TOKENS,
+            max_tokens=self.args.tokens or options.DEFAULT_TOKENS,
             sampling=self.sampling,
             stop=self.args.stop,
             ignore_eos=self.args.ignore_eos,
@@ -129,7 +129,9 @@ def read_line(terminal: bool) -> str | None:
             print(file=sys.stderr)
             return None
         except UnicodeDecodeError:
-            raise BadRequest("Standard input is no UTF-8 text; convert it, for example with `iconv -t UTF-8`.") from None
+            raise BadRequest(
+                "Standard input is no UTF-8 text; convert it, for example with `iconv -t UTF-8`."
+            ) from None
         line = line.rstrip("\n")
         if not line.endswith("\\"):
             return "\n".join([*lines, line])

@@ -1,9 +1,8 @@
-"""What the commands that generate text share: their options, the prompt, Ctrl-C, and the line of figures."""
+"""What the commands that generate text share: loading, the prompt, Ctrl-C, and the line of figures."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import signal
 import sys
@@ -16,11 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headrace import config, system
-from headrace.cli.parser import kv_bits, real, size, whole
 from headrace.cli.show import Bar, human, note
 from headrace.errors import BadFile, BadRequest
-from headrace.run.types import Sampling
-from headrace.store import known
 from headrace.store.find import find
 
 if TYPE_CHECKING:
@@ -32,57 +28,8 @@ PATIENCE = 1.0
 """Seconds without a word after which a person is told what is going on."""
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Which model, and what it may use."""
-    group = parser.add_argument_group("model and machine")
-    group.add_argument(
-        "-m",
-        "--model",
-        metavar="MODEL",
-        help="a .gguf file, a Hugging Face folder, hf:ORG/REPO[:FILE], or a known model's name "
-        f"({', '.join(known.KNOWN)}); default {known.DEMO.name}, fetched when it isn't there ({known.DEMO.nbytes / 1e6:.0f} MB)",
-    )
-    group.add_argument("-c", "--context", type=whole(2), metavar="N", help="tokens of context to have room for (default: the model's, at most 4096)")  # fmt: skip
-    group.add_argument("-t", "--threads", type=whole(1, 1024), metavar="N", help="threads that compute (default: one per core)")  # fmt: skip
-    group.add_argument("--kv-bits", type=kv_bits, default=(16, 16), metavar="K/V", help="bits of the cached keys and values: 16/16 (default), 8/8, 8/4, 4/4; fewer bits make a different model, slightly")  # fmt: skip
-    group.add_argument("--ram", type=size, metavar="SIZE", help="the most memory to use, like 800M or 2G; refused before loading when the model needs more (default: no limit)")  # fmt: skip
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen, and when to stop."""
-    group = parser.add_argument_group(
-        "choosing tokens",
-        "The text is a function of model, prompt, these options and the seed: not of threads, machine or load.",
-    )
-    group.add_argument("-n", "--tokens", type=whole(1), metavar="N", help="at most N new tokens (default: until the model ends, or 1024)")  # fmt: skip
-    group.add_argument("--temp", type=real(-math.inf), default=0.0, metavar="T", help="temperature; 0 (default) or less always takes the likeliest token; 0.7 varies, and gets out of loops")  # fmt: skip
-    group.add_argument("--top-k", type=whole(0), default=0, metavar="N", help="choose among the N likeliest (default 0: all)")  # fmt: skip
-    group.add_argument("--top-p", type=real(0, 1, above=True), default=1.0, metavar="P", help="choose among the likeliest that together have probability P (default 1: all)")  # fmt: skip
-    group.add_argument("--min-p", type=real(0, 1), default=0.0, metavar="P", help="leave out tokens less likely than P times the likeliest (default 0: none)")  # fmt: skip
-    group.add_argument("--repeat-penalty", type=real(0, above=True), default=1.0, metavar="X", help="make tokens seen lately less likely (default 1: no)")  # fmt: skip
-    group.add_argument("--repeat-last-n", type=whole(-1), default=64, metavar="N", help="how far the penalty looks back (default 64; 0 not at all, -1 over everything)")  # fmt: skip
-    group.add_argument("--seed", type=whole(0, 2**64 - 1), default=0, metavar="N", help="the same seed gives the same text (default 0)")  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", help="go on when the model wants to end")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be given several times")  # fmt: skip
-
-
-DEFAULT_TOKENS = 1024
-
-
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(
-        temperature=args.temp,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repeat_penalty=args.repeat_penalty,
-        repeat_last_n=args.repeat_last_n,
-        seed=args.seed,
-    )
-
-
 def load(args: argparse.Namespace, **more: Any) -> Engine:
-    """The engine that ``add_model``'s options describe; the model is fetched first when it has to be."""
+    """The engine that ``options.add_model``'s options describe; the model is fetched first when it has to be."""
     with Bar() as bar:
         path = find(args.model, config.resolve(), note, bar)
     from headrace.engine import load  # the heavy part: after anything that can fail early
@@ -215,7 +162,9 @@ def patiently(pieces: Iterator[Piece], what: str) -> Iterator[Piece]:
 def require_numbers(finish: str) -> None:
     """BadFile when a request ended because the model computed something that is no number."""
     if finish == "error":
-        raise BadFile("The model's output stopped being finite numbers; its file is damaged, or not made for this format.")
+        raise BadFile(
+            "The model's output stopped being finite numbers; its file is damaged, or not made for this format."
+        )
 
 
 # --- figures ----------------------------------------------------------------------------------------------

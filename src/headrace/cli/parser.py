@@ -109,7 +109,9 @@ def kv_bits(text: str) -> tuple[int, int]:
     """(K bits, V bits) of the cache, written ``16/16``, ``8/8``, ``8/4`` or ``4/4``; one number stands for both."""
     found = re.fullmatch(r"(16|8|4)(?:/(16|8|4))?", text.strip())
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no pair of cache widths; write K/V with each 16, 8 or 4, like 8/4")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no pair of cache widths; write K/V with each 16, 8 or 4, like 8/4"
+        )
     return int(found[1]), int(found[2] or found[1])
 
 

@@ -30,9 +30,7 @@ def run(args: argparse.Namespace) -> int:
         print(known.fetch(known.KNOWN[args.model], settings.cache, note))
         return 0
     if not args.model.startswith("hf:"):
-        raise BadRequest(
-            f"{args.model!r} is neither hf:ORG/REPO nor a model known by name ({', '.join(known.KNOWN)})."
-        )
+        raise BadRequest(f"{args.model!r} is neither hf:ORG/REPO nor a model known by name ({', '.join(known.KNOWN)}).")
     with Bar() as bar:
         path = hub.pull(hub.parse(args.model), settings, bar, note)
     print(path)

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.cli import generation as g
+from headrace.cli import options
 from headrace.cli.show import note
 from headrace.errors import BadRequest
+from headrace.run.types import Sampling
 
 if TYPE_CHECKING:
     from headrace.engine import Engine
@@ -25,20 +27,29 @@ def add(parser: argparse.ArgumentParser) -> None:
         "are chosen greedily unless --temp says otherwise."
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to answer or continue")
-    parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, less its last newline; - is standard input")  # fmt: skip
-    parser.add_argument("-e", "--escape", action="store_true", help=r"read \n, \t, \xHH and the like in prompt, system message and stop texts")  # fmt: skip
+    parser.add_argument(
+        "-f", "--file", metavar="FILE", help="read the prompt from a file, less its last newline; - is standard input"
+    )
+    parser.add_argument(
+        "-e",
+        "--escape",
+        action="store_true",
+        help=r"read \n, \t, \xHH and the like in prompt, system message and stop texts",
+    )
     style = parser.add_mutually_exclusive_group()
-    style.add_argument("--chat", action="store_true", help="insist on a chat template (default: when the model has one)")
+    style.add_argument(
+        "--chat", action="store_true", help="insist on a chat template (default: when the model has one)"
+    )
     style.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt (with a chat template)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
-    g.add_model(parser)
-    g.add_sampling(parser)
+    options.add_model(parser)
+    options.add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     prompt, system, stops = texts(args)
-    sampling = g.sampling_of(args)
+    sampling = options.sampling_of(args)
     with g.load(args) as engine:
         ids = encode(engine, args, prompt, system)
         text, finish = _stream(engine, args, ids, sampling, stops)
@@ -84,12 +95,12 @@ def encode(engine: Engine, args: argparse.Namespace, prompt: str, system: str | 
 
 
 def _stream(
-    engine: Engine, args: argparse.Namespace, ids: str | Sequence[int], sampling: g.Sampling, stops: list[str]
+    engine: Engine, args: argparse.Namespace, ids: str | Sequence[int], sampling: Sampling, stops: list[str]
 ) -> tuple[str, str]:
     """Generate -> (text, finish), writing the text as it comes."""
     pieces, finish = [], ""
     stream = engine.stream(
-        ids, max_tokens=args.tokens or g.DEFAULT_TOKENS, sampling=sampling, stop=stops, ignore_eos=args.ignore_eos
+        ids, max_tokens=args.tokens or options.DEFAULT_TOKENS, sampling=sampling, stop=stops, ignore_eos=args.ignore_eos
     )
     with g.interruptible(engine):
         for piece in g.patiently(stream, "reading the prompt"):

@@ -6,16 +6,17 @@ import sys
 import time
 from collections.abc import Sequence
 
+UNITS = ("kB", "MB", "GB", "TB")
+
 
 def human(nbytes: float) -> str:
     """Bytes with three digits: ``1.50 GB`` (powers of 1000, as disks and networks count)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 999.5:
-            break
-        nbytes /= 1000
-    else:
-        unit = "TB"
-    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.3g} {unit}"
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    step = 0
+    while nbytes >= 999.5 and step < len(UNITS):
+        nbytes, step = nbytes / 1000, step + 1
+    return f"{nbytes:.0f} {UNITS[step - 1]}" if nbytes >= 99.95 else f"{nbytes:#.3g} {UNITS[step - 1]}"
 
 
 def table(rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:

@@ -1,0 +1,76 @@
+"""Options that several commands share: the model, what it may use, how tokens are chosen."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from headrace.cli.parser import kv_bits, real, size, whole
+from headrace.run.types import Sampling
+from headrace.store import known
+
+DEFAULT_TOKENS = 1024
+MODEL_HELP = (
+    f"a .gguf file, a Hugging Face folder, hf:ORG/REPO[:FILE], or a known model's name ({', '.join(known.KNOWN)}); "
+    f"default {known.DEMO.name}, fetched when it isn't there ({known.DEMO.nbytes / 1e6:.0f} MB)"
+)
+KV_HELP = (
+    "bits of the cached keys and values: 16/16 (default), 8/8, 8/4, 4/4. Fewer bits make a slightly different model: "
+    "8/4 cost 0.6%% perplexity on SmolLM2, 4/4 5 to 11%%"
+)
+RAM_HELP = "the most memory to use, like 800M or 2G; refused before loading when it isn't enough (default: no limit)"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Which model, and what it may use."""
+    group = parser.add_argument_group("model and machine")
+    group.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
+    context = "tokens of context to have room for (default: the model's, at most 4096)"
+    group.add_argument("-c", "--context", type=whole(2), metavar="N", help=context)
+    add_machine(group)
+
+
+def add_machine(group: argparse._ActionsContainer) -> None:
+    """What a model may use of the machine."""
+    threads = "threads that compute (default: one per core)"
+    group.add_argument("-t", "--threads", type=whole(1, 1024), metavar="N", help=threads)
+    group.add_argument("--kv-bits", type=kv_bits, default=(16, 16), metavar="K/V", help=KV_HELP)
+    group.add_argument("--ram", type=size, metavar="SIZE", help=RAM_HELP)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen, and when to stop."""
+    add = parser.add_argument_group(
+        "choosing tokens",
+        "The text is a function of the model, the prompt, these options and the seed: not of threads, machine or load.",
+    ).add_argument
+    limit = f"at most N new tokens (default: until the model ends, or {DEFAULT_TOKENS})"
+    temp = "temperature; 0 (default) or less always takes the likeliest token; 0.7 varies, and gets out of loops"
+    top_p = "choose among the likeliest that together have probability P (default 1: all)"
+    min_p = "leave out tokens less likely than P times the likeliest (default 0: none)"
+    last_n = "how far the penalty looks back (default 64; 0 not at all, -1 over everything)"
+    add("-n", "--tokens", type=whole(1), metavar="N", help=limit)
+    add("--temp", type=real(-math.inf), default=0.0, metavar="T", help=temp)
+    add("--top-k", type=whole(0), default=0, metavar="N", help="choose among the N likeliest (default 0: all)")
+    add("--top-p", type=real(0, 1, above=True), default=1.0, metavar="P", help=top_p)
+    add("--min-p", type=real(0, 1), default=0.0, metavar="P", help=min_p)
+    penalty = "make tokens seen lately less likely (default 1: no)"
+    add("--repeat-penalty", type=real(0, above=True), default=1.0, metavar="X", help=penalty)
+    add("--repeat-last-n", type=whole(-1), default=64, metavar="N", help=last_n)
+    seed = "the same seed gives the same text (default 0)"
+    add("--seed", type=whole(0, 2**64 - 1), default=0, metavar="N", help=seed)
+    add("--ignore-eos", action="store_true", help="go on when the model wants to end")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be given several times")
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """What ``add_sampling``'s options say."""
+    return Sampling(
+        temperature=args.temp,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repeat_penalty=args.repeat_penalty,
+        repeat_last_n=args.repeat_last_n,
+        seed=args.seed,
+    )
