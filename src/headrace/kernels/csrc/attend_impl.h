@@ -9,109 +9,72 @@
 namespace headrace {
 namespace {
 
-constexpr int kVertical = 6;  // from so many queries on, a transposed K tile pays
+constexpr int kDirect = 4;  // up to so many queries, records are widened in registers; beyond, once into a tile
 
-HR_INLINE void transpose8(const float* src, int stride, float* dst, int pitch) {
-#if defined(__AVX2__)
-  __m256 r[8], t[8];
-  for (int i = 0; i < 4; i++) {  // halves of rows i and i + 4 side by side
-    const float *a = src + i * stride, *b = src + (i + 4) * stride;
-    r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
-    r[i + 4] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a + 4)), _mm_loadu_ps(b + 4), 1);
-  }
-  for (int h = 0; h < 8; h += 4) {
-    t[0] = _mm256_unpacklo_ps(r[h], r[h + 1]);
-    t[1] = _mm256_unpackhi_ps(r[h], r[h + 1]);
-    t[2] = _mm256_unpacklo_ps(r[h + 2], r[h + 3]);
-    t[3] = _mm256_unpackhi_ps(r[h + 2], r[h + 3]);
-    _mm256_storeu_ps(dst + (h + 0) * pitch, _mm256_shuffle_ps(t[0], t[2], 0x44));
-    _mm256_storeu_ps(dst + (h + 1) * pitch, _mm256_shuffle_ps(t[0], t[2], 0xee));
-    _mm256_storeu_ps(dst + (h + 2) * pitch, _mm256_shuffle_ps(t[1], t[3], 0x44));
-    _mm256_storeu_ps(dst + (h + 3) * pitch, _mm256_shuffle_ps(t[1], t[3], 0xee));
-  }
-#else
-  for (int i = 0; i < 8; i++)
-    for (int j = 0; j < 8; j++) dst[j * pitch + i] = src[i * stride + j];
-#endif
-}
-
-// Four scores of one query: positions p..p+3 of a natural tile [kPage, stride].
-HR_INLINE void dots4(const float* q, const float* k, int stride, float* out) {
-  v8 lo[4], hi[4];
-  for (int j = 0; j < 4; j++) lo[j] = hi[j] = splat(0.0f);
-  for (int i = 0; i < stride; i += 16) {
-    const v8 a = load(q + i), b = load(q + i + 8);
-    for (int j = 0; j < 4; j++) {
-      lo[j] = fma(a, load(k + j * stride + i), lo[j]);
-      hi[j] = fma(b, load(k + j * stride + i + 8), hi[j]);
-    }
-  }
-  tree_sum4(lo[0] + hi[0], lo[1] + hi[1], lo[2] + hi[2], lo[3] + hi[3], out);
-}
-
-// A block of Q queries by sixteen positions on a transposed tile [stride, kPage]: lanes are positions here, so the
-// tree of the sixteen virtual lanes is walked depth first, one chain (elements j, j + 16, ...) at a time.
-template <int Q>
-struct Block {
-  v8 v[Q][2];
+// Where K or V of a position comes from: at(p, i) is elements i .. i + 7.
+struct TileRows {
+  const float* tile;  // position p0 first
+  int stride, p0;
+  HR_INLINE_MEMBER v8 at(int p, int i) const { return load(tile + (p - p0) * stride + i); }
 };
-template <int Q>
-HR_INLINE Block<Q> lane_chain(const float* q, const float* k, int stride, int lane) {
-  Block<Q> s;
-  for (int i = 0; i < Q; i++) s.v[i][0] = s.v[i][1] = splat(0.0f);
-  for (int d = lane; d < stride; d += 16) {
-    const v8 a = load(k + d * kPage), b = load(k + d * kPage + 8);
+struct HalfRows {
+  const uint8_t* const* record;
+  HR_INLINE_MEMBER v8 at(int p, int i) const { return load_half(reinterpret_cast<const uint16_t*>(record[p]) + i); }
+};
+struct ByteRows {
+  const uint8_t* const* record;
+  int groups;
+  HR_INLINE_MEMBER v8 at(int p, int i) const { return byte_values(record[p], groups, i); }
+};
+struct NibbleRows {
+  const uint8_t* const* record;
+  int groups;
+  HR_INLINE_MEMBER v8 at(int p, int i) const { return nibble_values(record[p], groups, i); }
+};
+
+// Scores of Q queries at positions p .. p + 3, two positions at a time: the 4 Q sums stay in registers.
+template <int Q, class Rows>
+HR_INLINE void dots2(const float* q, const Rows& k, int stride, int p, v4* folded) {
+  v8 lo[Q][2], hi[Q][2];
+  for (int i = 0; i < Q; i++) lo[i][0] = lo[i][1] = hi[i][0] = hi[i][1] = splat(0.0f);
+  for (int d = 0; d < stride; d += 16) {
+    const v8 a = k.at(p, d), b = k.at(p + 1, d);
     for (int i = 0; i < Q; i++) {
-      const v8 x = splat(q[i * stride + d]);
-      s.v[i][0] = fma(x, a, s.v[i][0]);
-      s.v[i][1] = fma(x, b, s.v[i][1]);
+      const v8 x = load(q + i * stride + d);
+      lo[i][0] = fma(x, a, lo[i][0]);
+      lo[i][1] = fma(x, b, lo[i][1]);
+    }
+    const v8 c = k.at(p, d + 8), e = k.at(p + 1, d + 8);
+    for (int i = 0; i < Q; i++) {
+      const v8 x = load(q + i * stride + d + 8);
+      hi[i][0] = fma(x, c, hi[i][0]);
+      hi[i][1] = fma(x, e, hi[i][1]);
     }
   }
-  return s;
+  for (int i = 0; i < Q; i++) folded[i] = fold_pair(lo[i][0] + hi[i][0], lo[i][1] + hi[i][1]);
 }
-template <int Q, int Step>
-HR_INLINE Block<Q> lane_tree(const float* q, const float* k, int stride, int lane) {
-  if constexpr (Step == 16) {
-    return lane_chain<Q>(q, k, stride, lane);
-  } else {
-    Block<Q> s = lane_tree<Q, Step * 2>(q, k, stride, lane);
-    const Block<Q> t = lane_tree<Q, Step * 2>(q, k, stride, lane + Step);
-    for (int i = 0; i < Q; i++) {
-      s.v[i][0] = s.v[i][0] + t.v[i][0];
-      s.v[i][1] = s.v[i][1] + t.v[i][1];
-    }
-    return s;
-  }
-}
-template <int Q>
-static inline void scores_block(const float* q, const float* k, int stride, float* scores) {
-  const Block<Q> s = lane_tree<Q, 1>(q, k, stride, 0);
+template <int Q, class Rows>
+HR_INLINE void dots4(const float* q, const Rows& k, int stride, int p, float* scores) {
+  v4 ab[Q], cd[Q];
+  dots2<Q>(q, k, stride, p, ab);
+  dots2<Q>(q, k, stride, p + 2, cd);
   for (int i = 0; i < Q; i++) {
-    store(scores + i * kChunk, s.v[i][0]);
-    store(scores + i * kChunk + 8, s.v[i][1]);
+    const v4 s = fold_quad(ab[i], cd[i]);
+    __builtin_memcpy(scores + i * kChunk + p, &s, 16);
   }
 }
 
-// Scores of every query against the page-sized piece [p0, p0 + kPage) of the chunk.
-void scores_of_piece(const AttendTile& t, int p0, const float* natural, float* transposed) {
-  if (t.queries < kVertical) {
-    for (int i = 0; i < t.queries; i++) {
-      const int end = t.hi[i] < p0 + kPage ? t.hi[i] : p0 + kPage;
-      const int begin = t.lo[i] > p0 ? (t.lo[i] - p0) & ~3 : 0;
-      for (int p = begin; p < end - p0; p += 4)
-        dots4(t.q + i * t.stride, natural + p * t.stride, t.stride, t.scores + i * kChunk + p0 + p);
-    }
-    return;
+// Scores of queries i .. i + Q - 1 within [from, to); a few positions more, up to multiples of four.
+template <int Q, class Rows>
+static inline void scores_of(const AttendTile& t, const Rows& k, int i, int from, int to) {
+  int begin = t.lo[i], end = t.hi[i];
+  for (int j = 1; j < Q; j++) {
+    begin = t.lo[i + j] < begin ? t.lo[i + j] : begin;
+    end = t.hi[i + j] > end ? t.hi[i + j] : end;
   }
-  for (int p = 0; p < kPage; p += 8)
-    for (int d = 0; d < t.stride; d += 8) transpose8(natural + p * t.stride + d, t.stride, transposed + d * kPage + p, kPage);
-  for (int p = 0; p < kPage; p += 16) {
-    int i = 0;
-    for (; i + 4 <= t.queries; i += 4)
-      scores_block<4>(t.q + i * t.stride, transposed + p, t.stride, t.scores + i * kChunk + p0 + p);
-    for (; i < t.queries; i++)
-      scores_block<1>(t.q + i * t.stride, transposed + p, t.stride, t.scores + i * kChunk + p0 + p);
-  }
+  begin = begin > from ? begin : from;
+  end = end < to ? end : to;
+  for (int p = begin & ~3; p < end; p += 4) dots4<Q>(t.q + i * t.stride, k, t.stride, p, t.scores + i * kChunk);
 }
 
 // scores -> e^(score - max) in place, zeros around [lo, hi) as far as its blocks of eight reach.
@@ -139,82 +102,122 @@ HR_INLINE void soften(float* s, int lo, int hi, float softcap, float* top, float
   *sum = tree_sum(lanes[0], lanes[1]);
 }
 
-// acc[Q, stride] += p[Q, begin..end) x v, in position order. v: natural piece, row `begin` first.
-template <int Q, int D>
-HR_INLINE void values_block(const float* p, const float* v, int stride, int count, float* acc) {
+// acc[Q][8 D] += p[Q, begin..end) x v[begin..end), in position order, from dimension d on.
+template <int Q, int D, class Rows>
+HR_INLINE void values_block(const float* p, const Rows& v, int stride, int begin, int end, int d, float* acc) {
   v8 a[Q][D];
   for (int i = 0; i < Q; i++)
-    for (int d = 0; d < D; d++) a[i][d] = load(acc + i * stride + 8 * d);
-  for (int n = 0; n < count; n++, v += stride) {
+    for (int j = 0; j < D; j++) a[i][j] = load(acc + i * stride + d + 8 * j);
+  for (int n = begin; n < end; n++) {
     v8 x[D];
-    for (int d = 0; d < D; d++) x[d] = load(v + 8 * d);
+    for (int j = 0; j < D; j++) x[j] = v.at(n, d + 8 * j);
     for (int i = 0; i < Q; i++) {
       const v8 w = splat(p[i * kChunk + n]);
-      for (int d = 0; d < D; d++) a[i][d] = fma(w, x[d], a[i][d]);
+      for (int j = 0; j < D; j++) a[i][j] = fma(w, x[j], a[i][j]);
     }
   }
   for (int i = 0; i < Q; i++)
-    for (int d = 0; d < D; d++) store(acc + i * stride + 8 * d, a[i][d]);
+    for (int j = 0; j < D; j++) store(acc + i * stride + d + 8 * j, a[i][j]);
 }
-template <int Q>
-static inline void values_range(const AttendTile& t, int i, int begin, int end, int p0, const float* v) {
+template <int Q, class Rows>
+static inline void values_range(const AttendTile& t, const Rows& v, int i, int begin, int end) {
   if (begin >= end) return;
-  const float* p = t.scores + i * kChunk + begin;
-  const float* rows = v + (begin - p0) * t.stride;
+  constexpr int D = Q > 3 ? 2 : 4;
+  const float* p = t.scores + i * kChunk;
   float* acc = t.acc + i * t.stride;
   int d = 0;
-  for (; d + 32 <= t.stride; d += 32) values_block<Q, 4>(p, rows + d, t.stride, end - begin, acc + d);
-  if (d < t.stride) values_block<Q, 2>(p, rows + d, t.stride, end - begin, acc + d);
+  for (; d + 8 * D <= t.stride; d += 8 * D) values_block<Q, D>(p, v, t.stride, begin, end, d, acc);
+  if (d < t.stride) values_block<Q, 2>(p, v, t.stride, begin, end, d, acc);
 }
 
 // A block of queries shares the positions all of it sees; each takes its own before and after by itself, in order.
-template <int Q>
-static inline void values_of(const AttendTile& t, int i, int p0, const float* v) {
-  int begin = p0, end = p0 + kPage;
-  for (int j = 0; j < Q; j++) {
-    begin = t.lo[i + j] > begin ? t.lo[i + j] : begin;
-    end = t.hi[i + j] < end ? t.hi[i + j] : end;
-  }
-  if (end < begin) end = begin;
-  const auto own = [&](int j, int from, int to) {
-    from = from > t.lo[j] ? from : t.lo[j];
-    to = to < t.hi[j] ? to : t.hi[j];
-    values_range<1>(t, j, from, to, p0, v);
+template <int Q, class Rows>
+static inline void values_of(const AttendTile& t, const Rows& v, int i, int from, int to) {
+  const auto own = [&](int j, int a, int b) {
+    values_range<1>(t, v, j, a > t.lo[j] ? a : t.lo[j], b < t.hi[j] ? b : t.hi[j]);
   };
-  if (begin < end || Q == 1) {
-    if (Q > 1)
-      for (int j = i; j < i + Q; j++) own(j, p0, begin);
-    values_range<Q>(t, i, begin, end, p0, v);
-    if (Q > 1)
-      for (int j = i; j < i + Q; j++) own(j, end, p0 + kPage);
-  } else {
-    for (int j = i; j < i + Q; j++) own(j, p0, p0 + kPage);
+  int begin = from, end = to;
+  for (int j = i; j < i + Q; j++) {
+    begin = t.lo[j] > begin ? t.lo[j] : begin;
+    end = t.hi[j] < end ? t.hi[j] : end;
   }
+  if (end < begin) begin = end = to;
+  if (Q > 1)
+    for (int j = i; j < i + Q; j++) own(j, from, begin);
+  values_range<Q>(t, v, i, begin, end);
+  if (Q > 1)
+    for (int j = i; j < i + Q; j++) own(j, end, to);
+}
+
+struct Span {
+  int first, last;
+};
+HR_INLINE Span span_of(const AttendTile& t) {
+  Span s{t.lo[0], t.hi[0]};
+  for (int i = 1; i < t.queries; i++) {
+    s.first = t.lo[i] < s.first ? t.lo[i] : s.first;
+    s.last = t.hi[i] > s.last ? t.hi[i] : s.last;
+  }
+  return s;
+}
+
+// Calls f(block size as a constant, first query) over all queries.
+template <class F>
+HR_INLINE void by_blocks(int queries, F f) {
+  int i = 0;
+  if (queries == kDirect) return f(std::integral_constant<int, kDirect>(), 0);
+  for (; i + 3 <= queries; i += 3) f(std::integral_constant<int, 3>(), i);
+  if (queries - i == 2) f(std::integral_constant<int, 2>(), i);
+  if (queries - i == 1) f(std::integral_constant<int, 1>(), i);
+}
+
+void soften_all(const AttendTile& t) {
+  for (int i = 0; i < t.queries; i++) soften(t.scores + i * kChunk, t.lo[i], t.hi[i], t.softcap, t.max + i, t.sum + i);
+  std::memset(t.acc, 0, sizeof(float) * static_cast<size_t>(t.queries) * static_cast<size_t>(t.stride));
+}
+
+// f gets the records' reader for a storage width.
+template <class F>
+HR_INLINE void with_records(int bits, const uint8_t* const* records, int head_dim, F f) {
+  const int groups = (head_dim + 31) / 32;
+  if (bits == 16) f(HalfRows{records});
+  else if (bits == 8) f(ByteRows{records, groups});
+  else f(NibbleRows{records, groups});
+}
+
+void attend_few(const AttendTile& t) {
+  with_records(t.k_bits, t.k, t.head_dim, [&](const auto& k) {
+    by_blocks(t.queries, [&](auto n, int i) { scores_of<decltype(n)::value>(t, k, i, 0, kChunk); });
+  });
+  soften_all(t);
+  with_records(t.v_bits, t.v, t.head_dim, [&](const auto& v) {
+    by_blocks(t.queries, [&](auto n, int i) { values_of<decltype(n)::value>(t, v, i, 0, kChunk); });
+  });
+}
+
+void attend_many(const AttendTile& t) {
+  const Span s = span_of(t);
+  if (t.head_dim != t.stride) std::memset(t.tile, 0, sizeof(float) * static_cast<size_t>(kPage * t.stride));
+  const auto pieces = [&](int bits, const uint8_t* const* records, auto f) {
+    for (int p0 = s.first / kPage * kPage; p0 < s.last; p0 += kPage) {
+      const int begin = s.first > p0 ? s.first : p0, end = s.last < p0 + kPage ? s.last : p0 + kPage;
+      for (int p = begin; p < end; p++) load_record_impl(bits, records[p], t.head_dim, t.tile + (p - p0) * t.stride);
+      const TileRows rows{t.tile, t.stride, p0};
+      by_blocks(t.queries, [&](auto n, int i) { f(n, i, rows, p0); });
+    }
+  };
+  pieces(t.k_bits, t.k, [&](auto n, int i, const TileRows& k, int p0) {
+    scores_of<decltype(n)::value>(t, k, i, p0, p0 + kPage);
+  });
+  soften_all(t);
+  pieces(t.v_bits, t.v, [&](auto n, int i, const TileRows& v, int p0) {
+    values_of<decltype(n)::value>(t, v, i, p0, p0 + kPage);
+  });
 }
 
 void attend_impl(const AttendTile& t) {
-  int first = t.lo[0], last = t.hi[0];
-  for (int i = 1; i < t.queries; i++) {
-    first = t.lo[i] < first ? t.lo[i] : first;
-    last = t.hi[i] > last ? t.hi[i] : last;
-  }
-  float* natural = t.tile;
-  float* transposed = t.tile + kPage * t.stride;
-  if (t.head_dim != t.stride) std::memset(natural, 0, sizeof(float) * static_cast<size_t>(kPage * t.stride));
-  for (int p0 = first / kPage * kPage; p0 < last; p0 += kPage) {
-    const int begin = first > p0 ? first : p0, end = last < p0 + kPage ? last : p0 + kPage;
-    for (int p = begin; p < end; p++) load_record_impl(t.k_bits, t.k[p], t.head_dim, natural + (p - p0) * t.stride);
-    scores_of_piece(t, p0, natural, transposed);
-  }
-  for (int i = 0; i < t.queries; i++) soften(t.scores + i * kChunk, t.lo[i], t.hi[i], t.softcap, t.max + i, t.sum + i);
-  std::memset(t.acc, 0, sizeof(float) * static_cast<size_t>(t.queries) * static_cast<size_t>(t.stride));
-  for (int p0 = first / kPage * kPage; p0 < last; p0 += kPage) {
-    const int begin = first > p0 ? first : p0, end = last < p0 + kPage ? last : p0 + kPage;
-    for (int p = begin; p < end; p++) load_record_impl(t.v_bits, t.v[p], t.head_dim, natural + (p - p0) * t.stride);
-    int i = 0;
-    for (; i + 3 <= t.queries; i += 3) values_of<3>(t, i, p0, natural);
-    for (; i < t.queries; i++) values_of<1>(t, i, p0, natural);
-  }
+  if (t.queries <= kDirect && t.head_dim == t.stride) attend_few(t);
+  else attend_many(t);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ struct Local {
   const uint8_t **k, **v;
 
   static int64_t bytes(int queries, int stride) {
-    const int64_t floats = int64_t{queries} * (3 * stride + kChunk + 6) + 2 * kPage * stride;
+    const int64_t floats = int64_t{queries} * (3 * stride + kChunk + 6) + kPage * stride;
     return round_up(floats * 4 + 2 * kChunk * static_cast<int64_t>(sizeof(void*)), 64) + 64;
   }
   Local(uint8_t* p, int queries, int stride) {
@@ -60,7 +60,7 @@ struct Local {
     };
     k = reinterpret_cast<const uint8_t**>(take(kChunk * 2));
     v = reinterpret_cast<const uint8_t**>(take(kChunk * 2));
-    tile = take(2 * kPage * stride);
+    tile = take(kPage * stride);
     q = take(int64_t{queries} * stride);
     acc = take(int64_t{queries} * stride);
     run_acc = take(int64_t{queries} * stride);
@@ -98,6 +98,9 @@ void attend_rows(const Call& c, Local& l, int head, int chunk, int64_t a, int64_
     l.k[p] = c.kv.k_at(head, slot);
     l.v[p] = c.kv.v_at(head, slot);
   }
+  // Kernels take four positions at a time; what they see outside the range they forget.
+  for (int p = first & ~3; p < first; p++) l.k[p] = l.k[first];
+  for (int p = last; p < ((last + 3) & ~3); p++) l.k[p] = l.k[last - 1];
   c.ops.attend({i, c.shape.head_dim, c.stride, c.kv.k_bits, c.kv.v_bits, c.shape.softcap, q, l.lo, l.hi, l.k, l.v,
                 l.scores, l.tile, max, sum, acc});
 }

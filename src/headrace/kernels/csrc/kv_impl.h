@@ -101,6 +101,19 @@ HR_INLINE v8 widen_nibbles(const uint8_t* q, int shift) {
 #endif
 }
 
+// Values i .. i + 7 (i a multiple of 8) of a record of bytes or nibbles.
+HR_INLINE v8 byte_values(const uint8_t* record, int groups, int i) {
+  uint16_t h;
+  std::memcpy(&h, record + i / 32 * 2, 2);
+  return widen_bytes(reinterpret_cast<const int8_t*>(record + 2 * groups) + i) * splat(half_to_float(h));
+}
+HR_INLINE v8 nibble_values(const uint8_t* record, int groups, int i) {
+  uint16_t h[2];
+  std::memcpy(h, record + i / 32 * 4, 4);
+  const v8 q = widen_nibbles(record + 4 * groups + i / 32 * 16 + i % 16, i % 32 / 16 * 4);
+  return fma(q, splat(half_to_float(h[0])), splat(half_to_float(h[1])));
+}
+
 // Eight values i..i+7 of a quantised record go to x, no further than n (the rest of x up to 16 stays zero).
 HR_INLINE void put(float* x, int i, int n, v8 v) {
   if (i + 8 <= n) store(x + i, v);
@@ -116,24 +129,9 @@ HR_INLINE void load_record_impl(int bits, const uint8_t* record, int n, float* x
     for (; i + 8 <= n; i += 8) store(x + i, load_half(h + i));
     for (; i < n; i++) x[i] = half_to_float(h[i]);
   } else if (bits == 8) {
-    const int8_t* q = reinterpret_cast<const int8_t*>(record + 2 * groups);
-    for (int g = 0; g < groups; g++) {
-      uint16_t h;
-      std::memcpy(&h, record + 2 * g, 2);
-      const v8 d = splat(half_to_float(h));
-      for (int i = 32 * g; i < 32 * g + 32; i += 8) put(x, i, n, widen_bytes(q + i) * d);
-    }
+    for (int i = 0; i < n; i += 8) put(x, i, n, byte_values(record, groups, i));
   } else {
-    const uint8_t* q = record + 4 * groups;
-    for (int g = 0; g < groups; g++, q += 16) {
-      uint16_t h[2];
-      std::memcpy(h, record + 4 * g, 4);
-      const v8 d = splat(half_to_float(h[0])), base = splat(half_to_float(h[1]));
-      for (int i = 0; i < 16; i += 8) {
-        put(x, 32 * g + i, n, fma(widen_nibbles(q + i, 0), d, base));
-        put(x, 32 * g + 16 + i, n, fma(widen_nibbles(q + i, 4), d, base));
-      }
-    }
+    for (int i = 0; i < n; i += 8) put(x, i, n, nibble_values(record, groups, i));
   }
 }
 void load_record_call(int bits, const uint8_t* record, int n, float* x) { load_record_impl(bits, record, n, x); }

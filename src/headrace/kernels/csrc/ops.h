@@ -27,10 +27,10 @@ struct AttendTile {
   const float* q;                // [queries, stride], times the scale
   const int* lo;                 // [queries] query i sees positions [lo[i], hi[i]), never empty
   const int* hi;
-  const uint8_t* const* k;       // [kChunk] records; valid in [min lo, max hi)
+  const uint8_t* const* k;       // [kChunk] records; valid in [min lo, max hi) widened to multiples of 4
   const uint8_t* const* v;
   float* scores;                 // [queries, kChunk] scratch
-  float* tile;                   // [kPage, stride] twice, scratch
+  float* tile;                   // [kPage, stride] scratch
   float* max;                    // [queries] out
   float* sum;                    // [queries] out
   float* acc;                    // [queries, stride] out

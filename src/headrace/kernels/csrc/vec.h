@@ -4,11 +4,13 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #define HR_INLINE static inline __attribute__((always_inline, unused))
+#define HR_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace headrace {
 namespace {
@@ -82,20 +84,23 @@ HR_INLINE float tree_sum(v8 lo, v8 hi) {
 #endif
 }
 
-// Four such trees whose first fold is done (s = lo + hi); out[i] belongs to s_i.
-HR_INLINE void tree_sum4(v8 s0, v8 s1, v8 s2, v8 s3, float* out) {
+// Four such trees side by side, in two steps, a to d being lo + hi. Step one leaves two values of each of two trees.
+typedef float v4 __attribute__((vector_size(16)));
+HR_INLINE v4 fold_pair(v8 a, v8 b) {
 #if defined(__AVX2__)
-  auto fold = [](v8 s) { return _mm_add_ps(_mm256_castps256_ps128((__m256)s), _mm256_extractf128_ps((__m256)s, 1)); };
-  __m128 a = fold(s0), b = fold(s1), c = fold(s2), d = fold(s3);
-  __m128 ab = _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
-  __m128 cd = _mm_add_ps(_mm_movelh_ps(c, d), _mm_movehl_ps(d, c));
-  _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
+  const auto fold = [](v8 s) { return _mm_add_ps(_mm256_castps256_ps128((__m256)s), _mm256_extractf128_ps((__m256)s, 1)); };
+  const __m128 x = fold(a), y = fold(b);
+  return (v4)_mm_add_ps(_mm_movelh_ps(x, y), _mm_movehl_ps(y, x));
 #else
-  const v8 all[4] = {s0, s1, s2, s3};
-  for (int i = 0; i < 4; i++) {
-    const v8 s = all[i];
-    out[i] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-  }
+  return v4{(a[0] + a[4]) + (a[2] + a[6]), (a[1] + a[5]) + (a[3] + a[7]),
+            (b[0] + b[4]) + (b[2] + b[6]), (b[1] + b[5]) + (b[3] + b[7])};
+#endif
+}
+HR_INLINE v4 fold_quad(v4 ab, v4 cd) {
+#if defined(__AVX2__)
+  return (v4)_mm_add_ps(_mm_shuffle_ps((__m128)ab, (__m128)cd, 0x88), _mm_shuffle_ps((__m128)ab, (__m128)cd, 0xdd));
+#else
+  return v4{ab[0] + ab[1], ab[2] + ab[3], cd[0] + cd[1], cd[2] + cd[3]};
 #endif
 }
 
