@@ -60,6 +60,16 @@ class Live:
 
 
 @dataclass
+class Counts:
+    """Since the start. Guesses: launched, accepted (had a row when the text reached them), cancelled under way."""
+
+    runs: int = 0
+    launched: int = 0
+    accepted: int = 0
+    cancelled: int = 0
+
+
+@dataclass
 class Flight:
     """A run under way: for each row its sequence and, when its answer matters, its node."""
 
@@ -84,6 +94,7 @@ class Head:
         self.kept: dict[int, Live] = {}
         self.flights: dict[int, Flight] = {}
         self.waiting: deque[Request] = deque()
+        self.counts = Counts()
         self._ops: list[CacheOp] = []
         self._next_run = 0
         self._blocks = 0
@@ -211,6 +222,7 @@ class Head:
             live.tip = chosen
             if chosen.launched:
                 assert chosen.slot is not None
+                self.counts.accepted += 1
                 live.launched += 1
                 live.slots.append(chosen.slot)
                 self._ops.append(Append(live.seq, (chosen.slot,), (chosen.token,)))
@@ -245,6 +257,7 @@ class Head:
     def _lose(self, run: int, flight: Flight, row: int, cancels: dict[int, set[int]]) -> None:
         """Cancel a row under way. A run without rows no longer holds a place: what is known must not wait for it."""
         flight.gone.add(row)
+        self.counts.cancelled += 1
         cancels.setdefault(run, set()).add(row)
         if flight.last and len(flight.gone) == len(flight.rows):
             flight.last = False
@@ -304,7 +317,7 @@ class Head:
         for seq in self._turn:
             live = self.live[seq]
             known = len(live.tokens) - live.launched
-            if known and self.policy.ready(seq, now):
+            if known and self.policy.ready(seq, len(live.tokens), now):
                 demands.append(Demand(seq, known, prompt=live.emitted == 0))
         runs = [self._known_rows(shares, self._next_run + i) for i, shares in enumerate(fill(demands, self.order))]
         tips = [(seq, self.live[seq].tip) for seq in self._turn if self.live[seq].tip.launched]
@@ -318,6 +331,7 @@ class Head:
                 if at == len(runs):
                     runs.append([])
                 node.slot = slot
+                self.counts.launched += 1
                 node.run = self._next_run + at
                 runs[at].append((node.as_guess(seq), node))
         return runs
@@ -354,6 +368,7 @@ class Head:
     def _send(self, rows: list[tuple[Row, Node | None]], more: bool, now: float, effects: list[HeadEffect]) -> None:
         run = self._next_run
         self._next_run += 1
+        self.counts.runs += 1
         for i, (_, node) in enumerate(rows):
             if node is not None:
                 node.run, node.row = run, i

@@ -19,8 +19,8 @@ class GuessPolicy(Protocol):
 
     most_guesses: int
 
-    def ready(self, seq: int, now: float) -> bool:
-        """Whether the sequence's known tokens may be launched now (a synchronous policy waits for its draft)."""
+    def ready(self, seq: int, known: int, now: float) -> bool:
+        """Whether the sequence's ``known`` tokens may be launched now (a synchronous policy waits for its draft)."""
         ...
 
     def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
@@ -56,7 +56,7 @@ class NoGuesses:
 
     most_guesses = 0
 
-    def ready(self, seq: int, now: float) -> bool:
+    def ready(self, seq: int, known: int, now: float) -> bool:
         return True
 
     def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:

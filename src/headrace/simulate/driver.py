@@ -63,9 +63,6 @@ class Log:
     emitted: list[tuple[float, int, int]] = field(default_factory=list)
     finished: list[tuple[float, int, str]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    launched: int = 0
-    cancelled: int = 0
-    runs: int = 0
 
 
 class Node:
@@ -250,11 +247,8 @@ class Simulation:
         now = self.clock.now
         for effect in self.head.on_event(event, now):
             if isinstance(effect, RunMessage):
-                self.log.runs += 1
-                self.log.launched += sum(row.guess for row in effect.rows)
                 self.pipe.send(effect)
             elif isinstance(effect, Cancel):
-                self.log.cancelled += len(effect.rows)
                 self.pipe.cancel(effect)
             elif isinstance(effect, Committed):
                 if self.drafter is not None:

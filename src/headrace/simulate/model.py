@@ -25,7 +25,7 @@ def mix(x: U64) -> U64:
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * _MIX[1]
         x = (x ^ (x >> np.uint64(27))) * _MIX[2]
-        return cast(U64, x ^ (x >> np.uint64(31)))
+        return x ^ (x >> np.uint64(31))
 
 
 def to_floats(h: U64) -> F32:
@@ -36,7 +36,10 @@ def to_floats(h: U64) -> F32:
 
 def from_floats(x: F32) -> U64:
     parts = x.astype(np.uint64)
-    return parts[:, 0] | parts[:, 1] << np.uint64(16) | parts[:, 2] << np.uint64(32) | parts[:, 3] << np.uint64(48)
+    whole: U64 = (
+        parts[:, 0] | parts[:, 1] << np.uint64(16) | parts[:, 2] << np.uint64(32) | parts[:, 3] << np.uint64(48)
+    )
+    return whole
 
 
 class HashModel:
