@@ -84,7 +84,13 @@ def test_double_precision_exp_and_log() -> None:
     for x in [*rng.uniform(-700, 700, 3000), *rng.normal(0, 1e-3, 1000), 0.0, -707.9, 708.9]:
         assert _native.exp64(float(x)) == pytest.approx(math.exp(x), rel=4e-16)
     assert _native.exp64(-800.0) == 0.0 and _native.exp64(800.0) == math.inf and math.isnan(_native.exp64(math.nan))
-    for x in [*rng.uniform(0, 1, 3000), *rng.uniform(0.9, 1.1, 2000), *np.exp(rng.uniform(-700, 700, 2000)), 5e-324, 1.0]:
+    for x in [
+        *rng.uniform(0, 1, 3000),
+        *rng.uniform(0.9, 1.1, 2000),
+        *np.exp(rng.uniform(-700, 700, 2000)),
+        5e-324,
+        1.0,
+    ]:
         assert _native.log64(float(x)) == pytest.approx(math.log(x), rel=4e-16, abs=1e-320)
     assert _native.log64(1.0) == 0.0
 

@@ -83,7 +83,8 @@ def test_large_vocabulary_and_many_rows() -> None:
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 1.5, (6, 3001)).astype(np.float32)
     rules = [
-        Draw(temperature=1.0, seed=1), Draw(temperature=1.0, top_p=0.9, seed=2), Draw(temperature=2.0, top_p=0.999, seed=3),
+        Draw(temperature=1.0, seed=1), Draw(temperature=1.0, top_p=0.9, seed=2),
+        Draw(temperature=2.0, top_p=0.999, seed=3),
         Draw(temperature=0.8, top_k=300, top_p=0.8, seed=4), Draw(temperature=1.5, min_p=0.01, seed=5), Draw(),
     ]  # fmt: skip
     for shift in range(2):
@@ -99,7 +100,9 @@ def test_frequencies_follow_softmax() -> None:
     count = np.zeros(5)
     n = 20_000
     for position in range(0, n, 50):
-        drawn = DEVICES[1].sample(np.repeat(logits, 50, 0), [Draw(temperature=0.8, seed=9, position=position + i) for i in range(50)])
+        drawn = DEVICES[1].sample(
+            np.repeat(logits, 50, 0), [Draw(temperature=0.8, seed=9, position=position + i) for i in range(50)]
+        )
         for d in drawn:
             count[d.token] += 1
     chi2 = float((((count - n * p) ** 2) / (n * p)).sum())
