@@ -80,10 +80,12 @@ def test_the_one_known_difference(pair: tuple[Tokenizer, Llama]) -> None:
 
 
 QUICK = ["default", "llama-bpe"]
+ONE_OF_EACH = list({kind: name for name, kind in reversed(PRE_KINDS.items())}.values())
 
 
 @pytest.mark.parametrize(
-    "pre", [pytest.param(p, marks=[] if p in QUICK else pytest.mark.slow) for p in PRE_KINDS if p != "smollm"]
+    "pre",
+    [pytest.param(p, marks=[] if p in QUICK else pytest.mark.slow) for p in dict.fromkeys([*QUICK, *ONE_OF_EACH])],
 )
 def test_every_kind_of_word(pre: str, tmp_path: Path) -> None:
     """SmolLM2's vocabulary in a file that names another kind of words."""

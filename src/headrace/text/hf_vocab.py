@@ -93,7 +93,9 @@ def _from_library(folder: _Folder) -> Vocab:
     _check_size(path)
     try:
         library = Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises bare Exception
+    except BaseException as e:  # the library raises bare Exception, and its panics aren't even that
+        if isinstance(e, KeyboardInterrupt | SystemExit):
+            raise
         raise BadFile(f"{path}: can't be read as a tokenizer ({str(e)[:200]}); download it again.") from None
     library.no_truncation()
     library.no_padding()
