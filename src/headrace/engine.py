@@ -22,7 +22,7 @@ from headrace.run.types import Emit, Finish, Forget, Request, Sampling, Submit, 
 from headrace.setup import Options, Parts, build
 from headrace.text.stream import StopMatcher, Stream
 
-__all__ = ["Completion", "Engine", "Figures", "Options", "Piece", "Sampling", "load"]
+__all__ = ["Completion", "Engine", "Figures", "Job", "Options", "Piece", "Sampling", "load"]
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,16 @@ class Completion:
 
 
 @dataclass
-class _Job:
-    """A request under way: its text so far and where it is to go."""
+class Job:
+    """A request under way, or over (``finish``): its text so far and where it is to go."""
 
     request: Request
     stream: Stream
     stops: StopMatcher
     figures: Figures
     tokens: list[int] = field(default_factory=list)
+    choices: list[Emit] = field(default_factory=list)
+    """Kept when log-probabilities are asked for."""
     text: list[str] = field(default_factory=list)
     fresh: list[Piece] = field(default_factory=list)
     finish: str = ""
@@ -99,7 +101,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.spec = parts.model.spec
         self.context = parts.context
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._ids = itertools.count()
         self._kept: tuple[int, tuple[int, ...]] | None = None
 
@@ -124,13 +126,13 @@ class Engine:
         max_tokens None: up to the context's end. keep: leave the cache for the next stream that begins alike.
         Closing the generator cancels the request and gives everything back. Raises BadRequest.
         """
-        job = self._submit(prompt, max_tokens, sampling or Sampling(), stop, ignore_eos, keep)
+        job = self.submit(prompt, max_tokens, sampling, stop, ignore_eos, keep)
         return self._pieces(job)
 
-    def _pieces(self, job: _Job) -> Iterator[Piece]:
+    def _pieces(self, job: Job) -> Iterator[Piece]:
         try:
             while not job.finish:
-                self._turn()
+                self.work()
                 yield from job.fresh
                 job.fresh.clear()
         finally:
@@ -152,10 +154,10 @@ class Engine:
         ignore_eos: bool = False,
     ) -> list[Completion]:
         """Continue every prompt, many at a time. Each prompt's text is the same as alone."""
-        jobs = [self._submit(p, max_tokens, sampling or Sampling(), stop, ignore_eos, False) for p in prompts]
+        jobs = [self.submit(p, max_tokens, sampling, stop, ignore_eos, False) for p in prompts]
         try:
             while not all(job.finish for job in jobs):
-                self._turn()
+                self.work()
         finally:
             for job in jobs:
                 self.cancel(job.request.id)
@@ -170,7 +172,7 @@ class Engine:
             return
         self.parts.loop.submit(Withdraw(request))
         while not job.finish or (self.head.idle and not self.parts.loop.idle):
-            self._turn()
+            self.work()
 
     def interrupt(self) -> None:
         """End every request under way, within a layer; their streams finish as "cancelled".
@@ -220,25 +222,26 @@ class Engine:
             )
         return ids
 
-    def _submit(
+    def submit(
         self,
         prompt: str | Sequence[int],
-        max_tokens: int | None,
-        sampling: Sampling,
-        stop: Sequence[str],
-        ignore_eos: bool,
-        keep: bool,
-    ) -> _Job:
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        keep: bool = False,
+    ) -> Job:
+        """Queue a request; ``work`` computes it among the others. Raises BadRequest."""
         ids = self.encode(prompt)
         room = self.context - len(ids)
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"{max_tokens} tokens are asked for; ask for at least 1.")
         ends = frozenset() if ignore_eos else frozenset(self.tokenizer.ends)
         number = next(self._ids)
-        request = Request(number, ids, min(room, max_tokens or room), sampling, ends, None, keep)
+        request = Request(number, ids, min(room, max_tokens or room), sampling or Sampling(), ends, None, keep)
         if keep and self._kept is not None:
             request = replace(request, continues=self._kept[0])
-        job = _Job(request, Stream(self.tokenizer), StopMatcher(stop), Figures(prompt_tokens=len(ids)))
+        job = Job(request, Stream(self.tokenizer), StopMatcher(stop), Figures(prompt_tokens=len(ids)))
         job.figures.started = time.perf_counter()
         job.figures.weight_bytes = self.parts.pass_bytes
         if keep and self._kept is not None:
@@ -247,16 +250,24 @@ class Engine:
         self.parts.loop.submit(Submit(request))
         return job
 
-    def _turn(self) -> None:
-        """Let the loop work until it has something to tell, and take that to the jobs."""
+    def work(self) -> list[Job]:
+        """Let the loop work until it has something to tell; returns the jobs that are over now."""
+        over = []
         for out in self.parts.loop.pump():
             job = self._jobs[out.request]
             if isinstance(out, Emit):
                 self._emit(job, out)
             else:
                 self._finish(job, out)
+                over.append(job)
+        return over
 
-    def _emit(self, job: _Job, out: Emit) -> None:
+    def forget(self, job: Job) -> None:
+        """Drop a finished job's record; for programs that run for days."""
+        if job.finish:
+            self._jobs.pop(job.request.id, None)
+
+    def _emit(self, job: Job, out: Emit) -> None:
         if job.finish or job.stops.matched is not None:
             return
         now = time.perf_counter()
@@ -264,6 +275,8 @@ class Engine:
         job.figures.last = now
         job.figures.tokens += 1
         job.tokens.append(out.token)
+        if job.request.sampling.logprobs:
+            job.choices.append(out)
         ended = out.token in job.request.ends
         text = job.stops.push("" if ended else job.stream.push(out.token))
         if text:
@@ -272,7 +285,7 @@ class Engine:
         if job.stops.matched is not None:
             self.parts.loop.submit(Withdraw(job.request.id, "stop"))
 
-    def _finish(self, job: _Job, out: Finish) -> None:
+    def _finish(self, job: Job, out: Finish) -> None:
         job.finish = out.reason
         tail = "" if job.stops.matched is not None else job.stops.push(job.stream.flush()) + job.stops.flush()
         if tail:
