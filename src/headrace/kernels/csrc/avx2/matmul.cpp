@@ -33,44 +33,66 @@ struct Job {
   int64_t n0, n1;
 };
 
+void store_row(const Job& job, int64_t r, int64_t j, __m256 acc) {
+  const int live = static_cast<int>(std::min<int64_t>(kTile, job.n1 - j));
+  store(acc, live, job.bias ? job.bias + j : nullptr, job.accumulate, job.y + r * job.ldy + j);
+}
+
+// T tiles from output j on meet the only row.
+template <Format F, int T>
+void single_row(const Job& job, const Planes& planes, int64_t j) {
+  Tile<F> tile[2] = {{job.w, planes, j / kTile}, {job.w, planes, j / kTile + T - 1}};
+  __m256 acc[T];
+  for (__m256& v : acc) v = _mm256_setzero_ps();
+  for (int64_t g = 0; g < job.w.k / kGroup; ++g) add_single<F, T>(tile, g, GroupRows<true>(job.q, g), acc);
+  for (int t = 0; t < T; ++t) store_row(job, 0, j + t * kTile, acc[t]);
+}
+
 // One tile meets rows [r0, r0 + 4 * quads + Rest).
-template <Format F, int Rest, bool Single>
+template <Format F, int Rest>
 void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t quads) {
   Tile<F> tile(job.w, planes, j / kTile);
-  Group<F> group;
+  Scales<F> scales;
+  __m256i w[8];
   __m256 acc[kMaxRows], rest[Rest ? Rest : 1];
   for (int64_t r = 0; r < 4 * quads; ++r) acc[r] = _mm256_setzero_ps();
   for (__m256& v : rest) v = _mm256_setzero_ps();
-  const int64_t groups = job.w.k / kGroup, r1 = r0 + 4 * quads;
-  for (int64_t g = 0; g < groups; ++g) {
-    tile.load(g, group);
-    const GroupRows<Single> rows(job.q, g);
-    for (int64_t r = 0; r < 4 * quads; r += 4) add_rows<F, 4>(group, rows, r0 + r, acc + r);
-    if constexpr (Rest > 0) add_rows<F, Rest>(group, rows, r1, rest);
+  const int64_t r1 = r0 + 4 * quads;
+  for (int64_t g = 0; g < job.w.k / kGroup; ++g) {
+    spread<F>(tile, g, w);
+    tile.scales(g, scales);
+    const GroupRows<false> rows(job.q, g);
+    for (int64_t r = 0; r < 4 * quads; r += 4) add_rows<F, 4>(w, scales, rows, r0 + r, acc + r);
+    if constexpr (Rest > 0) add_rows<F, Rest>(w, scales, rows, r1, rest);
   }
-  const int live = static_cast<int>(std::min<int64_t>(kTile, job.n1 - j));
-  const float* bias = job.bias ? job.bias + j : nullptr;
-  for (int64_t r = 0; r < 4 * quads; ++r) store(acc[r], live, bias, job.accumulate, job.y + (r0 + r) * job.ldy + j);
-  for (int r = 0; r < Rest; ++r) store(rest[r], live, bias, job.accumulate, job.y + (r1 + r) * job.ldy + j);
+  for (int64_t r = 0; r < 4 * quads; ++r) store_row(job, r0 + r, j, acc[r]);
+  for (int r = 0; r < Rest; ++r) store_row(job, r1 + r, j, rest[r]);
+}
+
+template <Format F>
+void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t count) {
+  switch (count % 4) {
+    case 0: return tile_rows<F, 0>(job, planes, j, r0, count / 4);
+    case 1: return tile_rows<F, 1>(job, planes, j, r0, count / 4);
+    case 2: return tile_rows<F, 2>(job, planes, j, r0, count / 4);
+    default: return tile_rows<F, 3>(job, planes, j, r0, count / 4);
+  }
 }
 
 template <Format F>
 void integer_matmul(const Job& job) {
   const Planes planes(F, job.w.n, job.w.k);
+  if (job.q.rows == 1) {
+    int64_t j = job.n0;
+    for (; j + kTile < job.n1; j += 2 * kTile) single_row<F, 2>(job, planes, j);
+    if (j < job.n1) single_row<F, 1>(job, planes, j);
+    return;
+  }
   const int64_t fit = kBlockBytes / (job.w.k / kGroup * QuantView::kBytes);
   const int64_t block = std::clamp<int64_t>(fit / 4 * 4, 16, kMaxRows);
-  for (int64_t r0 = 0; r0 < job.rows; r0 += block) {
-    const int64_t count = std::min(job.rows - r0, block), quads = count / 4;
-    for (int64_t j = job.n0; j < job.n1; j += kTile) switch (count % 4) {
-        case 0: tile_rows<F, 0, false>(job, planes, j, r0, quads); break;
-        case 1:
-          if (job.q.rows == 1) tile_rows<F, 1, true>(job, planes, j, 0, 0);
-          else tile_rows<F, 1, false>(job, planes, j, r0, quads);
-          break;
-        case 2: tile_rows<F, 2, false>(job, planes, j, r0, quads); break;
-        default: tile_rows<F, 3, false>(job, planes, j, r0, quads); break;
-      }
-  }
+  for (int64_t r0 = 0; r0 < job.rows; r0 += block)
+    for (int64_t j = job.n0; j < job.n1; j += kTile)
+      tile_rows<F>(job, planes, j, r0, std::min(job.rows - r0, block));
 }
 
 void matmul(const Matrix& w, const QuantRows* q, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy,

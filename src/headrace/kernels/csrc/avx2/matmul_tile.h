@@ -16,67 +16,68 @@ constexpr bool by_sixteen(Format f) { return is(f, Format::Q3_K, Format::Q6_K) |
 constexpr bool signed_codes(Format f) { return f == Format::Q8_0 || f >= Format::IQ4_NL; }
 
 template <Format F>
-struct Group {
-  __m256i w[8];
-  __m256 scale, min;   // of 8 rows: d (* sub-scale); what is added for each activation (Q2_K: dmin / 32)
-  __m256i sub[2];      // by 16: sub-scales in both 16-bit halves
-  __m256i submin[2];   // Q2_K
+struct Scales {          // of one group of 8 rows
+  __m256 scale, min;     // d (* sub-scale); what is added for each activation (Q2_K: dmin / 32)
+  __m256i sub[2];        // by 16: sub-scales in both 16-bit halves
+  __m256i submin[2];     // Q2_K
 };
 
 // Walks one tile of a packed matrix.
 template <Format F>
 class Tile {
+  static constexpr Layout kLayout = kLayouts[static_cast<int>(F)];
+  static constexpr int kPer = kLayout.block / kGroup;
+
  public:
   Tile(const Matrix& w, const Planes& p, int64_t tile)
       : meta_(w.data + tile * p.meta_tile), low_(w.data + p.low_start + tile * p.low_tile),
         high_(w.data + p.high_start + tile * p.high_tile) {}
 
-  // Group g; must be called for g = 0, 1, 2 ... in order.
-  void load(int64_t g, Group<F>& out) {
-    constexpr Layout l = kLayouts[static_cast<int>(F)];
-    constexpr int per = l.block / kGroup, low_step = l.low / per, high_step = l.high / per;
-    load_codes<F>(low_ + g * low_step, high_ + g * high_step, out.w);
-    const uint8_t* meta = meta_ + g / per * l.meta;
-    if constexpr (per == 1) {
+  const uint8_t* low(int64_t g) const { return low_ + g * (kLayout.low / kPer); }
+  const uint8_t* high(int64_t g) const { return high_ + g * (kLayout.high / kPer); }
+
+  // Scales of group g; must be called for g = 0, 1, 2 ... in order.
+  HR_ALWAYS void scales(int64_t g, Scales<F>& out) {
+    const uint8_t* meta = meta_ + g / kPer * kLayout.meta;
+    if constexpr (kPer == 1) {
       out.scale = load_halves(meta);
       if constexpr (has_min(F)) out.min = load_halves(meta + 16);
     } else {
-      if (g % per == 0) block(meta);
-      sub_scales(static_cast<int>(g % per), meta, out);
+      if (g % kPer == 0) block(meta);
+      sub_scales(static_cast<int>(g % kPer), meta, out);
     }
   }
 
  private:
-  void block(const uint8_t* meta) {
+  HR_ALWAYS void block(const uint8_t* meta) {
     d_ = load_halves(meta);
-    if constexpr (has_min(F) || F == Format::Q2_K) m_ = load_halves(meta + 16);
+    if constexpr (has_min(F)) m_ = _mm256_xor_ps(load_halves(meta + 16), _mm256_set1_ps(-0.0f));
+    if constexpr (F == Format::Q2_K) m_ = _mm256_mul_ps(load_halves(meta + 16), _mm256_set1_ps(0x1p-5f));
     if constexpr (has_min(F)) six_bits_128(meta + 32, six_);
     if constexpr (F == Format::Q3_K) six_bits_128(meta + 16, six_);
-    if constexpr (F == Format::IQ4_XS) unpack_six_bits(meta + 16, 64, six_);
+    if constexpr (F == Format::IQ4_XS) six_bits_64(meta + 16, six_);
   }
 
-  void sub_scales(int g, const uint8_t* meta, Group<F>& out) {
+  HR_ALWAYS void sub_scales(int g, const uint8_t* meta, Scales<F>& out) {
     if constexpr (has_min(F)) {
-      out.scale = _mm256_mul_ps(d_, _mm256_cvtepi32_ps(load_bytes(six_ + 8 * g)));
-      const __m256 m = _mm256_mul_ps(m_, _mm256_cvtepi32_ps(load_bytes(six_ + 64 + 8 * g)));
-      out.min = _mm256_xor_ps(m, _mm256_set1_ps(-0.0f));
+      out.scale = _mm256_mul_ps(d_, to_floats(load_eight(six_ + 8 * g)));
+      out.min = _mm256_mul_ps(m_, to_floats(load_eight(six_ + 64 + 8 * g)));
     } else if constexpr (F == Format::IQ4_XS) {
-      const __m256i s = _mm256_sub_epi32(load_bytes(six_ + 8 * g), _mm256_set1_epi32(32));
+      const __m256i s = _mm256_sub_epi32(to_lanes<1>(load_eight(six_ + 8 * g)), _mm256_set1_epi32(32));
       out.scale = _mm256_mul_ps(d_, _mm256_cvtepi32_ps(s));
     } else {
-      out.scale = d_;
+      out.scale = d_, out.min = m_;
       for (int h = 0; h < 2; ++h) {
         const int v = 16 * g + 8 * h;
-        if constexpr (F == Format::Q6_K) out.sub[h] = both_halves(load_signed_bytes(meta + 16 + v));
+        if constexpr (F == Format::Q6_K) out.sub[h] = both_halves_signed(load_eight(meta + 16 + v));
         if constexpr (F == Format::Q3_K)
-          out.sub[h] = both_halves(_mm256_sub_epi32(load_bytes(six_ + v), _mm256_set1_epi32(32)));
+          out.sub[h] = _mm256_sub_epi16(both_halves(load_eight(six_ + v)), _mm256_set1_epi16(32));
         if constexpr (F == Format::Q2_K) {
-          const __m256i both = load_bytes(meta + 32 + v);
-          out.sub[h] = both_halves(_mm256_and_si256(both, _mm256_set1_epi32(15)));
-          out.submin[h] = both_halves(_mm256_srli_epi32(both, 4));
+          const __m256i both = both_halves(load_eight(meta + 32 + v));
+          out.sub[h] = _mm256_and_si256(both, _mm256_set1_epi16(15));
+          out.submin[h] = _mm256_srli_epi16(both, 4);
         }
       }
-      if constexpr (F == Format::Q2_K) out.min = _mm256_mul_ps(m_, _mm256_set1_ps(0x1p-5f));
     }
   }
 
@@ -100,92 +101,64 @@ struct GroupRows {
   __m256i offset(int which, int64_t r) const { return _mm256_castps_si256(_mm256_broadcast_ss(field(2 + which) + r)); }
 };
 
-inline __m256i four(const int8_t* q, int step) {
+HR_ALWAYS __m256i four(const int8_t* q, int step) {
   int32_t v;
   std::memcpy(&v, q + 4 * step, 4);
   return _mm256_set1_epi32(v);
 }
 
 // Keeps a chain of additions as written: interleaved over rows it runs at full rate, as the compiler's tree doesn't.
-inline void keep(__m256i& v) { asm("" : "+x"(v)); }
+HR_ALWAYS void keep(__m256i& v) { asm("" : "+x"(v)); }
 
-inline __m256i widen(__m256i v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
+HR_ALWAYS __m256i widen(__m256i v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 
-// Steps [First, Last) of N rows, added to 16-bit lanes. Fresh: the sums start with the first step.
-template <int First, int Last, bool Fresh, int N>
-inline void steps(const __m256i* w, const int8_t* q, __m256i* sum) {
-  for (int s = First; s < Last; ++s)
-    for (int i = 0; i < N; ++i) {
-      const __m256i p = _mm256_maddubs_epi16(w[s], four(q + 32 * i, s));
-      sum[i] = Fresh && s == First ? p : _mm256_add_epi16(sum[i], p);
-      keep(sum[i]);
-    }
-}
-
-// Half a group (16 codes) of N rows: 16-bit sums, widened; `scale` multiplies (all ones, or the sub-scales).
-template <Format F, int Half, int N, class Rows>
-inline void half_sums(const Group<F>& w, const Rows& a, int64_t r, __m256i scale, __m256i* wide) {
-  __m256i sum[N];
-  constexpr bool centred = is(F, Format::Q3_K, Format::Q6_K);
-  if constexpr (centred)
-    for (int i = 0; i < N; ++i) {
-      sum[i] = a.offset(Half, r + i);
-      if constexpr (F == Format::Q3_K) sum[i] = _mm256_srai_epi16(sum[i], 3);  // centre 4 = 32 / 8
-    }
-  steps<4 * Half, 4 * Half + 4, !centred, N>(w.w, a.codes(r), sum);
-  for (int i = 0; i < N; ++i) {
-    const __m256i v = _mm256_madd_epi16(sum[i], scale);
-    wide[i] = Half ? _mm256_add_epi32(wide[i], v) : v;
-  }
-}
-
+// The exact integer sum of one group, of 8 outputs and one row.
+//
 // Signed codes: |w| * sign(a, w). A pair sum p nearly fills 16 bit (128 * 127 * 2), so eight of them don't fit. Kept
-// are low = their sum modulo 2^16 and high = the sum of p >> 8; then low - 256 * high = sum of (p & 255) < 2048 is
-// exact, and so is the total. Cheaper than widening each p: shifts and additions have pipes of their own.
-template <Format F, int N, class Rows>
-inline void signed_sums(const Group<F>& w, const Rows& a, int64_t r, __m256i* wide) {
-  const int8_t* q = a.codes(r);
-  __m256i low[N], high[N];
-  for (int s = 0; s < 8; ++s) {
-    const __m256i magnitude = _mm256_abs_epi8(w.w[s]);
-    for (int i = 0; i < N; ++i) {
-      const __m256i p = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four(q + 32 * i, s), w.w[s]));
-      low[i] = s ? _mm256_add_epi16(low[i], p) : p;
-      const __m256i top = _mm256_srai_epi16(p, 8);
-      high[i] = s ? _mm256_add_epi16(high[i], top) : top;
-      keep(low[i]), keep(high[i]);
+// are a = their sum modulo 2^16 and b = the sum of p >> 8; then a - 256 * b = sum of (p & 255) < 2048 is exact, and so
+// is the total. Cheaper than widening each p: shifts and additions have pipes of their own.
+template <Format F>
+struct Sum {
+  static constexpr bool kHalves = by_sixteen(F) || is(F, Format::Q5_1, Format::Q5_K);
+  __m256i a, b;  // 16-bit lanes: the sum, or its first and last 16 codes, or low and high parts
+
+  template <class Rows>
+  HR_ALWAYS void start(const Rows& rows, int64_t r) {
+    a = b = _mm256_setzero_si256();
+    if constexpr (F == Format::Q4_0) a = rows.offset(3, r);
+    if constexpr (F == Format::Q5_0) a = rows.offset(2, r);
+    if constexpr (is(F, Format::Q3_K, Format::Q6_K)) a = rows.offset(0, r), b = rows.offset(1, r);
+    if constexpr (F == Format::Q3_K) a = _mm256_srai_epi16(a, 3), b = _mm256_srai_epi16(b, 3);  // centre 4 = 32 / 8
+  }
+
+  HR_ALWAYS void add(int step, __m256i w, __m256i act) {
+    if constexpr (signed_codes(F)) {
+      const __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(act, w));
+      a = _mm256_add_epi16(a, p), b = _mm256_add_epi16(b, _mm256_srai_epi16(p, 8));
+      keep(a), keep(b);
+    } else {
+      __m256i& sum = kHalves && step >= 4 ? b : a;
+      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, act));
+      keep(sum);
     }
   }
-  for (int i = 0; i < N; ++i) {
-    const __m256i rest = _mm256_sub_epi16(low[i], _mm256_slli_epi16(high[i], 8));
-    wide[i] = _mm256_add_epi32(_mm256_madd_epi16(high[i], _mm256_set1_epi16(256)), widen(rest));
-  }
-}
 
-// The exact integer sums of one group for rows r .. r + N - 1.
-template <Format F, int N, class Rows>
-inline void group_sums(const Group<F>& w, const Rows& a, int64_t r, __m256i* wide) {
-  if constexpr (signed_codes(F)) {
-    signed_sums<F, N>(w, a, r, wide);
-  } else if constexpr (by_sixteen(F)) {
-    half_sums<F, 0, N>(w, a, r, w.sub[0], wide);
-    half_sums<F, 1, N>(w, a, r, w.sub[1], wide);
-  } else if constexpr (is(F, Format::Q5_1, Format::Q5_K)) {
-    half_sums<F, 0, N>(w, a, r, _mm256_set1_epi16(1), wide);
-    half_sums<F, 1, N>(w, a, r, _mm256_set1_epi16(1), wide);
-  } else {
-    constexpr bool centred = is(F, Format::Q4_0, Format::Q5_0);
-    __m256i sum[N];
-    if constexpr (centred)
-      for (int i = 0; i < N; ++i) sum[i] = a.offset(F == Format::Q4_0 ? 3 : 2, r + i);
-    steps<0, 8, !centred, N>(w.w, a.codes(r), sum);
-    for (int i = 0; i < N; ++i) wide[i] = widen(sum[i]);
+  HR_ALWAYS __m256i total(const Scales<F>& w) const {
+    if constexpr (signed_codes(F)) {
+      const __m256i rest = _mm256_sub_epi16(a, _mm256_slli_epi16(b, 8));
+      return _mm256_add_epi32(_mm256_madd_epi16(b, _mm256_set1_epi16(256)), widen(rest));
+    } else if constexpr (by_sixteen(F)) {
+      return _mm256_add_epi32(_mm256_madd_epi16(a, w.sub[0]), _mm256_madd_epi16(b, w.sub[1]));
+    } else if constexpr (kHalves) {
+      return _mm256_add_epi32(widen(a), widen(b));
+    }
+    return widen(a);
   }
-}
+};
 
 // acc + the group's share, by the format's formula (docs/kernels.md).
 template <Format F, class Rows>
-inline __m256 add_group(const Group<F>& w, const Rows& a, int64_t r, __m256i sum, __m256 acc) {
+HR_ALWAYS __m256 add_group(const Scales<F>& w, const Rows& a, int64_t r, __m256i sum, __m256 acc) {
   const __m256 s = _mm256_cvtepi32_ps(sum), da = a.scale(r);
   if constexpr (F == Format::Q2_K) {
     const __m256i minima = _mm256_add_epi32(_mm256_madd_epi16(a.offset(0, r), w.submin[0]),
@@ -198,11 +171,45 @@ inline __m256 add_group(const Group<F>& w, const Rows& a, int64_t r, __m256i sum
   return acc;
 }
 
-template <Format F, int N, class Rows>
-inline void add_rows(const Group<F>& w, const Rows& a, int64_t r, __m256* acc) {
-  __m256i sum[N];
-  group_sums<F, N>(w, a, r, sum);
-  for (int i = 0; i < N; ++i) acc[i] = add_group<F>(w, a, r + i, sum[i], acc[i]);
+// The codes of one group, step by step.
+template <Format F>
+HR_ALWAYS void spread(const Tile<F>& tile, int64_t g, __m256i* w) {
+  const auto put = [&](int s, __m256i codes) { w[s] = codes; };
+  quarter<F, 0>(tile.low(g), tile.high(g), put), quarter<F, 1>(tile.low(g), tile.high(g), put);
+  quarter<F, 2>(tile.low(g), tile.high(g), put), quarter<F, 3>(tile.low(g), tile.high(g), put);
+}
+
+// N rows from row r meet the spread codes of one group.
+template <Format F, int N>
+HR_ALWAYS void add_rows(const __m256i* w, const Scales<F>& scales, const GroupRows<false>& a, int64_t r, __m256* acc) {
+  Sum<F> sum[N];
+  for (int i = 0; i < N; ++i) sum[i].start(a, r + i);
+  const int8_t* q = a.codes(r);
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; ++s)
+    for (int i = 0; i < N; ++i) sum[i].add(s, w[s], four(q + 32 * i, s));
+  for (int i = 0; i < N; ++i) acc[i] = add_group<F>(scales, a, r + i, sum[i].total(scales), acc[i]);
+}
+
+// One row meets T tiles side by side; codes are spread as they are used.
+template <Format F, int T, int I>
+HR_ALWAYS void add_quarter(const Tile<F>* tile, int64_t g, const int8_t* q, Sum<F>* sum) {
+  for (int t = 0; t < T; ++t)
+    quarter<F, I>(tile[t].low(g), tile[t].high(g), [&](int s, __m256i w) { sum[t].add(s, w, four(q, s)); });
+}
+
+template <Format F, int T>
+HR_ALWAYS void add_single(Tile<F>* tile, int64_t g, const GroupRows<true>& a, __m256* acc) {
+  Sum<F> sum[T];
+  for (int t = 0; t < T; ++t) sum[t].start(a, 0);
+  const int8_t* q = a.codes(0);
+  add_quarter<F, T, 0>(tile, g, q, sum), add_quarter<F, T, 1>(tile, g, q, sum);
+  add_quarter<F, T, 2>(tile, g, q, sum), add_quarter<F, T, 3>(tile, g, q, sum);
+  for (int t = 0; t < T; ++t) {
+    Scales<F> scales;
+    tile[t].scales(g, scales);
+    acc[t] = add_group<F>(scales, a, 0, sum[t].total(scales), acc[t]);
+  }
 }
 
 }  // namespace
