@@ -188,3 +188,28 @@ def test_stored_formats_agree(fmt: str, tmp_path: Path) -> None:
     write_gguf(make("llama-untied-biases", tmp_path), "llama", tmp_path / "model.gguf", fmt)
     expected = h.logits_of(tmp_path / "model.gguf", TOKENS, ReferenceDevice())
     close(h.logits_of(tmp_path / "model.gguf", TOKENS, make_device(threads=2)), expected, 1e-4 if "F" in fmt else 0.03)
+
+
+@pytest.mark.parametrize("case", ["llama-untied-biases", "gemma3", "opt-350m", "falcon-40b"])
+def test_folders_in_bf16(case: str, tmp_path: Path) -> None:
+    """Norms and biases are widened, 1 is added after that, matrices stay bf16."""
+    model = make(case, tmp_path).bfloat16()
+    model.save_pretrained(tmp_path)
+    # Read again, as casting back wouldn't undo what bf16 does to its rope.
+    expected = oracle(type(model).from_pretrained(tmp_path, dtype=torch.float32).eval(), TOKENS, 16)
+    for device in (ReferenceDevice(), make_device(threads=2)):
+        loaded = h.load(tmp_path, device)
+        assert {t.fmt for t in loaded.model.layers[1].tensors.values()} == {"F32", "BF16"}
+        close(h.logits_of(loaded, TOKENS, device), expected)
+
+
+def test_text_of_a_gemma3_with_vision(tmp_path: Path) -> None:
+    text = transformers.Gemma3TextConfig(**CASES["gemma3"][1])
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval().float()
+    model.save_pretrained(tmp_path)
+    expected = oracle(model, TOKENS)
+    result = h.logits_of(tmp_path, TOKENS, ReferenceDevice(), k_bits=32, v_bits=32)
+    assert np.abs(result - expected).max() < 1e-4 * (expected.max() - expected.min())

@@ -76,6 +76,13 @@ def test_published_models_have_their_published_size(name: str, parameters: int) 
     assert from_config(KNOWN[name]).parameters == parameters
 
 
+def test_a_config_around_a_text_config() -> None:
+    assert not from_config(GEMMA | {"tie_word_embeddings": False}).tied
+    assert from_config(GEMMA | {"tie_word_embeddings": True, "text_config": GEMMA["text_config"]}).tied
+    with pytest.raises(Unsupported, match="unheard_of"):
+        from_config(GEMMA | {"unheard_of": 3})
+
+
 def test_accounting_of_llama_8b() -> None:
     spec = from_config(LLAMA)
     assert spec.keys[0] == "embed" and spec.keys[1] == "block.0" and spec.keys[-1] == "output" and len(spec.keys) == 34
@@ -160,6 +167,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(name: str, change: dict
         {"torch_dtype": "float16", "unsloth_version": "2024.9", "_name_or_path": "x", "quantization_config": None},
         {"num_local_experts": 0, "use_something_new": False, "future": None},
         {"layer_types": ["full_attention"] * 32, "max_sequence_length": 2048, "prefix": "<s>"},
+        {"text_config": None},
         {"rope_scaling": None}, {"head_dim": None}, {"head_dim": 128}, {"rope_scaling": {"type": "default"}},
     ],
 )  # fmt: skip

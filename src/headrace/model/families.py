@@ -111,7 +111,7 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> Spec:
         raise Unsupported(f"{where} has model_type {short(kind)}; Headrace knows {supported()}.")
     if isinstance(config.get("text_config"), Mapping):  # Gemma 3 with vision: the text model's numbers lie inside
         inner = {"tie_word_embeddings": config.get("tie_word_embeddings", True), **config["text_config"]}
-        Keys({k: v for k, v in config.items() if k != "text_config"}, where).leftovers()
+        Keys({k: v for k, v in config.items() if k not in ("text_config", "tie_word_embeddings")}, where).leftovers()
         config = {**inner, "model_type": kind}
     keys = Keys({**family.defaults, **config}, where)
     for key in REFUSED:
