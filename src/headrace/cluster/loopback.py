@@ -1,4 +1,4 @@
-"""The driver for one process: head, stages and drafter pass their messages through a queue.
+"""Carriers: what passes messages between head, stages and drafter; and the driver for one process.
 
 One thread, so what happens is a function of what was submitted. A step is carried out when its turn comes and
 its end is queued like any message, so cancels and new requests are looked at between layers.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
@@ -26,32 +26,105 @@ from headrace.run.types import (
     Step,
 )
 
+Event: TypeAlias = RunMessage | Cancel | Step | HeadEvent | Committed
+Clock: TypeAlias = Callable[[], float]
+
 
 class Drafter(Protocol):
-    """Hears what was committed and proposes trees; a state machine like the others."""
+    """Hears what was committed and proposes trees; a state machine like the others.
 
-    def on_event(self, event: Committed, now: float) -> list[Draft]: ...
+    Its RunMessages and Cancels are for its own stages, whose Results it hears.
+    """
+
+    def on_event(self, event: Committed | Result, now: float) -> Sequence[Draft | RunMessage | Cancel]: ...
 
 
-class Loopback:
-    """Carries effects between one head, its stages (each with a computer) and perhaps a drafter."""
+class Carrier:
+    """Carries effects between some stages (each with a computer) and perhaps a drafter.
+
+    Addresses: HEAD, DRAFTER, and stages by number, the target's first and the drafter's after them. ``stages`` are
+    those of this process, from number ``first`` on; ``targets`` and ``drafts`` count all there are.
+    """
+
+    HEAD = -1
+    DRAFTER = -2
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[Stage, Computer]],
+        drafter: Drafter | None,
+        clock: Clock,
+        first: int = 0,
+        targets: int | None = None,
+        drafts: int = 0,
+    ) -> None:
+        self.stages = list(stages)
+        self.first = first
+        self.targets = len(stages) - drafts if targets is None else targets
+        self.drafts = drafts
+        self.drafter = drafter
+        self.clock = clock
+        self._queue: deque[tuple[int, Event]] = deque()
+
+    def post(self, to: int, event: Event) -> None:
+        """Send a message; a cancel overtakes runs."""
+        if isinstance(event, Cancel):
+            self._queue.appendleft((to, event))
+        else:
+            self._queue.append((to, event))
+
+    def turn(self) -> None:
+        """Deliver one message, and carry out what it asks for."""
+        to, event = self._queue.popleft()
+        now = self.clock()
+        if to == self.DRAFTER:
+            assert self.drafter is not None and isinstance(event, Committed | Result)
+            for effect in self.drafter.on_event(event, now):
+                if isinstance(effect, Draft):
+                    self.post(self.HEAD, effect)
+                else:
+                    self._into(self.targets, self.drafts, effect)
+        else:
+            assert isinstance(event, RunMessage | Cancel | Step)
+            self._at_stage(to, event, now)
+
+    def _into(self, first: int, count: int, effect: RunMessage | Cancel) -> None:
+        """A head's or a drafter's message into its stages: runs to the first of them, cancels to all."""
+        if isinstance(effect, RunMessage):
+            self.post(first, effect)
+        else:
+            for i in range(first, first + count):
+                self.post(i, effect)
+
+    def _at_stage(self, at: int, event: RunMessage | Cancel | Step, now: float) -> None:
+        stage, computer = self.stages[at - self.first]
+        for effect in stage.on_event(event, now):
+            if isinstance(effect, Step):
+                computer.step(effect.layer, stage.runs[effect.run])
+                self._queue.append((at, effect))
+            elif isinstance(effect, RunMessage):
+                self.post(at + 1, effect)
+            elif at < self.targets:
+                self.post(self.HEAD, effect)
+            elif isinstance(effect, Result):
+                self.post(self.DRAFTER, effect)
+
+
+class Loopback(Carrier):
+    """One head with everything it needs in this process. The last ``drafts`` stages are the drafter's."""
 
     def __init__(
         self,
         head: Head,
         stages: Sequence[tuple[Stage, Computer]],
         drafter: Drafter | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
+        drafts: int = 0,
     ) -> None:
+        super().__init__(stages, drafter, clock, drafts=drafts)
         self.head = head
-        self.stages = list(stages)
-        self.drafter = drafter
-        self.clock = clock
-        self._queue: deque[tuple[int, RunMessage | Cancel | Step | HeadEvent | Committed]] = deque()
+        self.drafting = drafter is not None
         self._out: list[Emit | Finish] = []
-
-    HEAD = -1
-    DRAFTER = -2
 
     def submit(self, event: HeadEvent) -> None:
         """A request, or the end of one; taken up at the next ``pump``."""
@@ -68,45 +141,20 @@ class Loopback:
         out, self._out = self._out, []
         return out
 
-    def turn(self) -> None:
-        """Deliver one message, and carry out what it asks for."""
-        to, event = self._queue.popleft()
-        now = self.clock()
-        if to == self.HEAD:
-            assert not isinstance(event, RunMessage | Cancel | Step | Committed)
-            self._from_head(event, now)
-        elif to == self.DRAFTER:
-            assert self.drafter is not None and isinstance(event, Committed)
-            self._queue.extend((self.HEAD, draft) for draft in self.drafter.on_event(event, now))
-        else:
-            assert isinstance(event, RunMessage | Cancel | Step)
-            self._at_stage(to, event, now)
+    def close(self) -> None:
+        """Nothing is held here."""
 
-    def _from_head(self, event: HeadEvent, now: float) -> None:
-        for effect in self.head.on_event(event, now):
-            if isinstance(effect, RunMessage):
-                self._queue.append((0, effect))
-            elif isinstance(effect, Cancel):
-                # Out of band: a cancel overtakes runs.
-                self._queue.extendleft((i, effect) for i in range(len(self.stages)))
+    def turn(self) -> None:
+        if self._queue[0][0] != self.HEAD:
+            super().turn()
+            return
+        event = self._queue.popleft()[1]
+        assert not isinstance(event, RunMessage | Cancel | Step | Committed)
+        for effect in self.head.on_event(event, self.clock()):
+            if isinstance(effect, RunMessage | Cancel):
+                self._into(0, self.targets, effect)
             elif isinstance(effect, Committed):
-                if self.drafter is not None:
-                    self._queue.append((self.DRAFTER, effect))
+                if self.drafting:
+                    self.post(self.DRAFTER, effect)
             else:
                 self._out.append(effect)
-
-    def _at_stage(self, at: int, event: RunMessage | Cancel | Step, now: float) -> None:
-        stage, computer = self.stages[at]
-        effects = stage.on_event(event, now)
-        while len(effects) == 1 and isinstance(effects[0], Step) and not self._queue:
-            # Nothing else to look at: on to the next layer without a detour through the queue.
-            computer.step(effects[0].layer, stage.runs[effects[0].run])
-            effects = stage.on_event(effects[0], now)
-        for effect in effects:
-            if isinstance(effect, Step):
-                computer.step(effect.layer, stage.runs[effect.run])
-                self._queue.append((at, effect))
-            elif isinstance(effect, Result | Passed):
-                self._queue.append((self.HEAD, effect))
-            else:
-                self._queue.append((at + 1, effect))

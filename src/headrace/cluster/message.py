@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -109,7 +110,7 @@ def _run(message: RunMessage) -> tuple[int, list[Data]]:
     ]
     if x is not None:
         parts.append(bytes(-(HEADER.size + sum(map(len, parts))) % 8))
-        parts.append(memoryview(np.ascontiguousarray(x, np.float32)).cast("B"))
+        parts.append(np.ascontiguousarray(x, np.float32).data.cast("B"))
     return RUN, parts
 
 
@@ -232,7 +233,7 @@ def _read_run(reader: Reader, limits: Limits) -> RunMessage:
     below(live, n, "live row")
     if sum(counts) != total:
         raise BadMessage(f"run {run}: its rows have {sum(counts)} ancestors, {total} are listed")
-    if any(a >= b for a, b in zip(live, live[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(live)):
         raise BadMessage(f"run {run}: the live rows are not in order")
     rows = []
     at = 0
@@ -297,7 +298,7 @@ def _read_sampling(reader: Reader, limits: Limits) -> Sampling:
 def _read_cancel(reader: Reader, limits: Limits) -> Cancel:
     epoch, run, n = reader.take(_CANCEL)
     (rows,) = reader.columns((n, "I"))
-    if any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(rows)):
         raise BadMessage(f"run {run}: the cancelled rows are not in order")
     return Cancel(epoch, run, frozenset(rows))
 
