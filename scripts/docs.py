@@ -9,8 +9,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
@@ -21,6 +22,7 @@ from headrace.config import VARIABLES  # noqa: E402
 CLI = ROOT / "docs" / "cli.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+Table = tuple[list[str], list[list[Any]]]
 FIGURES = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -77,16 +79,37 @@ def _cell(text: str) -> str:
 def figures(text: str) -> str:
     """README with every table between ``<!-- figures: NAME -->`` and ``<!-- end -->`` made from NAME.json.
 
-    NAME.json: {"columns": [...], "rows": [[...], ...], "notes": [...]}; numbers are shown as they stand there.
+    Which table a benchmark's JSON becomes is said in ``TABLES``.
     """
 
     def fill(found: re.Match[str]) -> str:
-        data = json.loads((RESULTS / f"{found[2]}.json").read_text())
-        rows = [data["columns"], ["---"] * len(data["columns"]), *data["rows"]]
-        lines = ["| " + " | ".join(_cell(str(cell)) for cell in row) + " |" for row in rows]
-        return found[1] + "\n".join([*lines, *(f"\n{note}" for note in data.get("notes", []))]) + "\n" + found[3]
+        path = RESULTS / f"{found[2]}.json"
+        if not path.exists():
+            return found[1] + found[3]
+        data = json.loads(path.read_text(encoding="utf-8"))
+        columns, rows = TABLES[found[2]](data)
+        table = [columns, ["---"] * len(columns), *rows]
+        lines = ["| " + " | ".join(_cell(str(cell)) for cell in row) + " |" for row in table]
+        return found[1] + "\n".join(lines) + "\n" + found[3]
 
     return FIGURES.sub(fill, text)
+
+
+def _vs_llamacpp(data: Any) -> Table:
+    columns = ["model", "threads", "decode", "ratio", "prefill of 512", "ratio", "weights read", "of bandwidth"]
+    rows = []
+    for model, results in data["results"].items():
+        for r in results:
+            m = r["medians"]
+            rows.append(
+                [model, r["threads"], f"{m['headrace_decode']} / {m['llamacpp_decode']}", f"{r['decode_ratio']:.2f}"]
+                + [f"{m['headrace_prefill']} / {m['llamacpp_prefill']}", f"{r['prefill_ratio']:.2f}"]
+                + [f"{r['weights_read_gb_s']} GB/s", f"{100 * r['share_of_bandwidth']:.0f}%"]
+            )
+    return columns, rows
+
+
+TABLES: dict[str, Callable[[Any], Table]] = {"vs_llamacpp": _vs_llamacpp}
 
 
 def documents() -> Iterator[tuple[Path, str]]:
