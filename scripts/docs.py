@@ -101,11 +101,10 @@ def _vs_llamacpp(data: Any) -> Table:
     for model, results in data["results"].items():
         for r in results:
             m = r["medians"]
-            rows.append(
-                [model, r["threads"], f"{m['headrace_decode']} / {m['llamacpp_decode']}", f"{r['decode_ratio']:.2f}"]
-                + [f"{m['headrace_prefill']} / {m['llamacpp_prefill']}", f"{r['prefill_ratio']:.2f}"]
-                + [f"{r['weights_read_gb_s']} GB/s", f"{100 * r['share_of_bandwidth']:.0f}%"]
-            )
+            decode = [f"{m['headrace_decode']} / {m['llamacpp_decode']}", f"{r['decode_ratio']:.2f}"]
+            prefill = [f"{m['headrace_prefill']} / {m['llamacpp_prefill']}", f"{r['prefill_ratio']:.2f}"]
+            read = [f"{r['weights_read_gb_s']} GB/s", f"{100 * r['share_of_bandwidth']:.0f}%"]
+            rows.append([model, r["threads"], *decode, *prefill, *read])
     return columns, rows
 
 
