@@ -29,3 +29,7 @@ class BadMessage(HeadraceError):
 
 class Unavailable(HeadraceError):
     """Something outside the program is missing: the network, room on the disk, a package, a permission."""
+
+
+class Lost(HeadraceError):
+    """A rank of the cluster failed, was killed or stopped, or can't be reached; the message names it and its host."""

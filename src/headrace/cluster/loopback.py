@@ -20,7 +20,6 @@ from headrace.run.types import (
     Emit,
     Finish,
     HeadEvent,
-    Passed,
     Result,
     RunMessage,
     Step,
