@@ -1,0 +1,168 @@
+"""What ranks say to each other before, beside and after the work: who they are, what differs, why it ends.
+
+These messages are rare, so their body is JSON: named fields with checked types, at most 64 KiB, never code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+from headrace.cluster.wire import HEADER, Data, header, open_message
+from headrace.errors import BadMessage
+from headrace.run.types import PROTOCOL
+
+MOST = 64 << 10
+"""Bytes of a control message's body."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Each rank to the head: what it would run, and on what.
+
+    digest: of the model file, draft: of the draft model's ("" without). cpus: ids of those it may use.
+    """
+
+    version: str
+    digest: str
+    draft: str
+    kv_bits: tuple[int, ...]
+    context: int
+    split: str
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Head to each rank: edges [first, end) of every rank's layers, targets' ranks first, and threads of each rank.
+
+    pages: of the cache. targets: how many of the ranks hold the target model.
+    """
+
+    firsts: tuple[int, ...]
+    ends: tuple[int, ...]
+    threads: tuple[int, ...]
+    pages: int
+    targets: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank to the head: its layers are loaded. nbytes: of weights it holds."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Head to each rank: leave, with this exit status."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank to the head: what went wrong there, as a sentence."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Nothing, but the sender is alive."""
+
+
+Control: TypeAlias = Hello | Plan | Ready | Stop | Failure | Ping
+
+_KINDS: dict[int, type[Any]] = {16: Hello, 17: Plan, 18: Ready, 19: Stop, 20: Failure, 21: Ping}
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+
+
+def pack(message: Control) -> bytes:
+    """A control message as bytes. A text that is too long is cut."""
+    if isinstance(message, Failure) and len(message.text) > MOST // 8:
+        message = Failure(message.text[: MOST // 8])
+    body = json.dumps(asdict(message)).encode()
+    return header(_NUMBERS[type(message)], PROTOCOL, HEADER.size + len(body)) + body
+
+
+def unpack(data: Data) -> Control:
+    """The message in ``data``; BadMessage says what is wrong with it."""
+    kind, reader = open_message(data, PROTOCOL)
+    made = _KINDS.get(kind)
+    if made is None:
+        raise BadMessage(f"a control message is of the unknown kind {kind}")
+    body = bytes(reader.data[reader.at :])
+    if len(body) > MOST:
+        raise BadMessage(f"a {made.__name__} message has {len(body)} bytes, at most {MOST} are allowed")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        raise BadMessage(f"a {made.__name__} message is no JSON") from None
+    names = [field.name for field in fields(made)]
+    if not isinstance(found, dict) or sorted(found) != sorted(names):
+        raise BadMessage(f"a {made.__name__} message has other fields than {', '.join(names)}")
+    values = {f.name: _CHECKS[str(f.type)](f"{made.__name__}.{f.name}", found[f.name]) for f in fields(made)}
+    message: Control = made(**values)
+    return message
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise BadMessage(f"{name} is no text")
+    return value
+
+
+def _whole(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise BadMessage(f"{name} is no whole number from 0 to 2^63 - 1")
+    return value
+
+
+def _wholes(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise BadMessage(f"{name} is no list")
+    return tuple(_whole(name, item) for item in value)
+
+
+_CHECKS: dict[str, Callable[[str, object], Any]] = {"str": _text, "int": _whole, "tuple[int, ...]": _wholes}
+
+
+_TOLD: Sequence[tuple[str, str, str]] = (
+    ("version", "runs Headrace {1} and the head runs {0}", "install the same version on every machine"),
+    ("digest", "has another model file than the head", "give every machine the same file"),
+    ("draft", "has another draft model than the head", "give every machine the same file"),
+    ("kv_bits", "keeps K and V in {1} bits and the head in {0}", "give every rank the same --kv-bits"),
+    ("context", "has a context of {1} tokens and the head of {0}", "give every rank the same -c"),
+    ("split", "was given the layer split {1!r} and the head {0!r}", "give every rank the same --layer-split"),
+)
+
+
+def difference(head: Hello, other: Hello, who: str) -> str | None:
+    """What keeps two ranks from working together, as a sentence with a remedy; None when nothing does."""
+    for name, says, remedy in _TOLD:
+        mine, theirs = getattr(head, name), getattr(other, name)
+        if mine != theirs:
+            return f"{who} {says.format(_shown(mine), _shown(theirs))}; {remedy}."
+    return None
+
+
+def _shown(value: object) -> object:
+    return "/".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def threads_each(hellos: Sequence[Hello], hosts: Sequence[str], asked: Sequence[int]) -> tuple[int, ...]:
+    """Compute threads of each rank: what was asked (one number for all, or one each; 0: not said), else its part of
+    the CPUs it may use, divided among the ranks of its host that may use them too."""
+    given = list(asked) * len(hellos) if len(asked) == 1 else list(asked)
+    users: dict[tuple[str, int], int] = {}
+    for hello, host in zip(hellos, hosts, strict=True):
+        for cpu in hello.cpus:
+            users[host, cpu] = users.get((host, cpu), 0) + 1
+    parts = [
+        max(1, int(sum(1 / users[host, cpu] for cpu in hello.cpus) + 1e-9))
+        for hello, host in zip(hellos, hosts, strict=True)
+    ]
+    return tuple(g or p for g, p in zip(given, parts, strict=True))

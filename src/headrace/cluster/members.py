@@ -1,0 +1,172 @@
+"""Head and stages on several ranks: the same carriers, with messages for others going over a link.
+
+Nothing here knows MPI. Rank 0 has the head and the first stage; each other rank one stage, or the drafter with its
+first stage. Every rank looks at what has come before each step, so a cancel is heeded within a layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from headrace.cluster.handshake import Control, Failure, Stop
+from headrace.cluster.loopback import Carrier, Clock, Drafter, Event, Loopback
+from headrace.cluster.message import Message
+from headrace.errors import BadMessage, HeadraceError, Lost
+from headrace.run.head import Head
+from headrace.run.stage import Computer, Stage
+from headrace.run.types import Cancel, Committed, Draft, Emit, Finish, Passed, Result, RunMessage
+
+CONTROL = -3
+"""The address of messages that are for the rank itself."""
+NAP = 0.1
+"""Seconds after which a waiting head looks for what a signal handler may have submitted."""
+
+
+class Arrival(NamedTuple):
+    """A message that came. to: an address of ``Carrier``, or CONTROL; an error says what went wrong there."""
+
+    source: int
+    to: int
+    message: Message | Control | HeadraceError
+
+
+class Link(Protocol):
+    """What carries messages between ranks: ``cluster.mpi.Link``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def name(self, rank: int) -> str: ...
+    def send(self, rank: int, to: int, message: Message | Control) -> None: ...
+    def receive(self) -> Arrival | None: ...
+    def wait(self, seconds: float) -> None: ...
+
+
+def for_address(carrier: Carrier, to: int) -> tuple[type, ...]:
+    """Kinds of messages that an address takes from other ranks."""
+    if to == carrier.HEAD:
+        return Result, Passed, Draft
+    return (Committed, Result) if to == carrier.DRAFTER else (RunMessage, Cancel)
+
+
+class Routed(Carrier):
+    """A carrier that is one rank's part. ranks: address -> the rank it is on."""
+
+    link: Link
+    ranks: Mapping[int, int]
+
+    def post(self, to: int, event: Event) -> None:
+        rank = self.ranks[to]
+        if rank == self.link.rank:
+            super().post(to, event)
+        else:
+            assert isinstance(event, RunMessage | Cancel | Result | Passed | Draft | Committed)
+            self.link.send(rank, to, event)
+
+    def take(self) -> None:
+        """Queue what has come: cancels and answers before steps, so that a layer is all they wait for."""
+        answers: list[tuple[int, Event]] = []
+        while (arrival := self.link.receive()) is not None:
+            if arrival.to == CONTROL:
+                self.control(arrival)
+                continue
+            event = arrival.message
+            if not isinstance(event, for_address(self, arrival.to)):
+                raise BadMessage(
+                    f"A {type(event).__name__} came from {self.link.name(arrival.source)} for address {arrival.to}."
+                )
+            assert isinstance(event, RunMessage | Cancel | Result | Passed | Draft | Committed)
+            if isinstance(event, RunMessage):
+                self._queue.append((arrival.to, event))
+            else:
+                answers.append((arrival.to, event))
+        self._queue.extendleft(reversed(answers))
+
+    def control(self, arrival: Arrival) -> None:
+        raise BadMessage(f"A {type(arrival.message).__name__} came from {self.link.name(arrival.source)} out of turn.")
+
+
+class MpiHead(Routed, Loopback):
+    """Rank 0: the head and the first stage; for an engine the same as ``Loopback``."""
+
+    def __init__(
+        self,
+        link: Link,
+        ranks: Mapping[int, int],
+        head: Head,
+        stages: Sequence[tuple[Stage, Computer]],
+        targets: int,
+        drafter: Drafter | None = None,
+        drafting: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(head, stages, drafter, clock)
+        self.link, self.ranks = link, ranks
+        self.targets, self.drafting = targets, drafting or drafter is not None
+        self._failure: HeadraceError | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and self.head.idle
+
+    def pump(self) -> list[Emit | Finish]:
+        """As ``Loopback.pump``. Raises Lost, BadMessage or what a rank says, then and at every later call."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            while not self._out:
+                self.take()
+                if self._queue:
+                    self.turn()
+                elif self.head.idle:
+                    break
+                else:
+                    self.link.wait(NAP)
+        except HeadraceError as error:
+            self._failure = error
+            raise
+        out, self._out = self._out, []
+        return out
+
+    def control(self, arrival: Arrival) -> None:
+        if isinstance(arrival.message, Failure):
+            raise Lost(arrival.message.text)
+        super().control(arrival)
+
+
+class Member(Routed):
+    """Another rank: its stage, and the drafter where that is here. ``serve`` until the head says stop."""
+
+    def __init__(
+        self,
+        link: Link,
+        ranks: Mapping[int, int],
+        number: int,
+        stage: tuple[Stage, Computer],
+        targets: int,
+        drafts: int = 0,
+        drafter: Drafter | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__([stage], drafter, clock, number, targets, drafts)
+        self.link, self.ranks = link, ranks
+        self.status: int | None = None
+
+    def serve(self) -> int:
+        """Work; returns the exit status the head asks for. Raises what went wrong here, or Lost for the head."""
+        while self.status is None:
+            self.take()
+            if self._queue:
+                self.turn()
+            elif self.status is None:
+                self.link.wait(60.0)
+        return self.status
+
+    def control(self, arrival: Arrival) -> None:
+        if isinstance(arrival.message, Stop) and arrival.source == 0:
+            self.status = arrival.message.status
+        else:
+            super().control(arrival)

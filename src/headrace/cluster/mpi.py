@@ -1,0 +1,289 @@
+"""MPI, owned by one thread a process: it initialises, sends, polls and finalises; nobody else calls MPI.
+
+So the lowest level of thread support is enough. The thread polls with Improbe, spins for 50 us after traffic and then
+sleeps between polls, a 64th of the silence so far, from 50 us to 5 ms: a reply is found late by at most a few per
+cent of what was waited for, and an idle rank costs next to nothing (a blocked Recv burns a core).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+from headrace.cluster import handshake, message
+from headrace.cluster.handshake import Control, Ping, Stop
+from headrace.cluster.members import CONTROL, Arrival
+from headrace.cluster.message import Limits, Message
+from headrace.cluster.wire import MOST
+from headrace.errors import BadMessage, HeadraceError, Lost, Unavailable
+
+mpi4py.rc.initialize = False
+mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402
+
+SPIN = 50e-6
+LEAST, LONGEST = 50e-6, 5e-3
+"""Seconds between polls."""
+EAGER = 64 << 10
+"""Larger messages are received while others go on."""
+BEAT = 1.0
+"""Seconds without a message to a watched peer after which it is told that this rank lives."""
+PATIENCE = 15.0
+"""Seconds of silence after which a watched peer counts as lost."""
+FAREWELL = 10.0
+"""Seconds that leaving may take."""
+NAME = 64
+
+
+class Link:
+    """This process in the MPI job: ``send``, ``receive`` and ``wait``, to be called from one thread.
+
+    limits: what each of this rank's addresses accepts; set it before others may send there. hosts: of all ranks.
+    sent: (address, bytes or messages) so far.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.hosts: tuple[str, ...] = ()
+        self.limits: dict[int, Limits] = {}
+        self.sent: Counter[tuple[int, str]] = Counter()
+        self._watched: dict[int, float] = {}
+        self._spoken: dict[int, float] = {}
+        self._outbox: deque[tuple[int, int, Message | Control]] = deque()
+        self._inbox: deque[Arrival] = deque()
+        self._wake, self._arrived = threading.Lock(), threading.Lock()
+        self._leaving = self._left = False
+        self._sending: list[tuple[Any, bytes]] = []
+        self._incoming: list[tuple[int, int, Any, memoryview]] = []
+        self._status = MPI.Status()
+        self._last = 0.0
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._main, args=(started,), name="mpi", daemon=True)
+        self._thread.start()
+        started.wait()
+        self._raise()
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    def name(self, rank: int) -> str:
+        """A rank as people know it."""
+        return f"rank {rank} on host {self.hosts[rank]}"
+
+    # --- for the computing thread -----------------------------------------------------------------------
+
+    def send(self, rank: int, to: int, message: Message | Control) -> None:
+        """Queue a message. Its arrays must not be written to afterwards."""
+        self._outbox.append((rank, to, message))
+        _release(self._wake)
+
+    def receive(self) -> Arrival | None:
+        """What has come, in order of arrival; None when nothing has. Raises what went wrong on the way."""
+        if not self._inbox:
+            return None
+        arrival = self._inbox.popleft()
+        if isinstance(arrival.message, HeadraceError):
+            raise arrival.message
+        return arrival
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something has come, at most so long."""
+        if not self._inbox:
+            self._arrived.acquire(timeout=seconds)
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """From now on these must be heard from; a silent one becomes a ``Lost`` in ``receive``."""
+        self._watched = dict.fromkeys(ranks, time.monotonic())
+        _release(self._wake)
+
+    def leave(self) -> bool:
+        """Send what is queued and leave MPI, which waits for all other ranks. False when that took too long."""
+        self._watched = {}
+        self._leaving = True
+        _release(self._wake)
+        self._thread.join(FAREWELL)
+        return self._left
+
+    def _raise(self) -> None:
+        if self._inbox and isinstance(self._inbox[0].message, HeadraceError):
+            raise self._inbox[0].message
+
+    # --- the communication thread -----------------------------------------------------------------------
+
+    def _main(self, started: threading.Event) -> None:
+        try:
+            MPI.Init_thread(MPI.THREAD_FUNNELED)
+            comm = MPI.COMM_WORLD
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+            self.rank = comm.Get_rank()
+            own, names = bytearray(NAME), bytearray(NAME * comm.Get_size())
+            own[:] = MPI.Get_processor_name().encode()[:NAME].ljust(NAME, b"\0")
+            comm.Allgather([own, MPI.BYTE], [names, MPI.BYTE])
+            some = [bytes(names[i : i + NAME]).rstrip(b"\0") for i in range(0, len(names), NAME)]
+            self.hosts = tuple(name.decode(errors="replace") for name in some)
+            started.set()
+            self._work(comm)
+            MPI.Finalize()
+            self._left = True
+        except HeadraceError as error:
+            self._tell(-1, error)
+        except Exception as error:
+            self._tell(-1, Unavailable(f"MPI failed on this machine ({error!r}); start again, with other MPI options."))
+        finally:
+            started.set()
+
+    def _work(self, comm: MPI.Intracomm) -> None:
+        self._last = moved = time.monotonic()
+        while True:
+            busy = self._post(comm)
+            busy |= self._collect(comm)
+            now = time.monotonic()
+            if busy:
+                moved = now
+            elif self._leaving and not self._sending:
+                return
+            quiet = now - moved
+            if quiet < SPIN:
+                continue
+            self._beat(now)
+            waiting = bool(self._sending or self._incoming)
+            self._wake.acquire(timeout=LEAST if waiting else min(max(quiet / 64, LEAST), LONGEST))
+
+    def _post(self, comm: MPI.Intracomm) -> bool:
+        """Start sending what is queued; forget what is sent."""
+        busy = bool(self._outbox)
+        while self._outbox:
+            rank, to, what = self._outbox.popleft()
+            data = handshake.pack(what) if to == CONTROL else message.pack(what)  # type: ignore[arg-type]
+            self._sending.append((comm.Isend([data, MPI.BYTE], rank, to - CONTROL), data))
+            self._spoken[rank] = time.monotonic()
+            self.sent[to, "messages"] += 1
+            self.sent[to, "bytes"] += len(data)
+        if self._sending:
+            self._sending = [entry for entry in self._sending if not entry[0].Test()]
+        return busy
+
+    def _collect(self, comm: MPI.Intracomm) -> bool:
+        """Take what has come. Messages of one source stay in order, but for cancels."""
+        status, busy = self._status, False
+        while (probed := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            busy = True
+            source, to, size = status.Get_source(), status.Get_tag() + CONTROL, status.Get_count(MPI.BYTE)
+            if not 0 <= size <= MOST:
+                raise MPI.Exception(MPI.ERR_COUNT)
+            buffer = np.empty(size, np.uint8).data
+            request = None
+            if size <= EAGER:
+                probed.Recv([buffer, MPI.BYTE])
+            else:
+                request = probed.Irecv([buffer, MPI.BYTE])
+            if self._incoming or request is not None:
+                self._incoming.append((source, to, request, buffer))
+            else:
+                self._deliver(source, to, buffer)
+        if self._incoming:
+            busy |= self._complete()
+        return busy
+
+    def _complete(self) -> bool:
+        """Deliver what has wholly come, unless something earlier of the same source hasn't."""
+        left: list[tuple[int, int, Any, memoryview]] = []
+        blocked: set[int] = set()
+        for entry in self._incoming:
+            source, to, request, buffer = entry
+            here = request is None or request.Test()
+            if here and (source not in blocked or buffer[3] == message.CANCEL):
+                self._deliver(source, to, buffer)
+            else:
+                blocked.add(source)
+                left.append((source, to, None if here else request, buffer))
+        delivered = len(left) < len(self._incoming)
+        self._incoming = left
+        return delivered
+
+    def _deliver(self, source: int, to: int, data: memoryview) -> None:
+        """Unpack a message into the inbox."""
+        if source in self._watched:
+            self._watched[source] = time.monotonic()
+        try:
+            if to == CONTROL:
+                said = handshake.unpack(data)
+                if not isinstance(said, Ping):
+                    self._tell(source, said)
+                return
+            limits = self.limits.get(to)
+            if limits is None:
+                raise BadMessage("a message is for somebody who isn't here")
+            found = message.unpack(data, limits)
+        except BadMessage as error:
+            self._tell(source, BadMessage(f"From {self.name(source)}: {error}."))
+            return
+        self._inbox.append(Arrival(source, to, found))
+        _release(self._arrived)
+
+    def _tell(self, source: int, what: Control | HeadraceError) -> None:
+        self._inbox.append(Arrival(source, CONTROL, what))
+        _release(self._arrived)
+
+    def _beat(self, now: float) -> None:
+        """Say that this rank lives, and notice who says nothing. Time in which this thread didn't run doesn't count."""
+        late, self._last = now - self._last, now
+        for rank, heard in list(self._watched.items()):
+            if late > BEAT:
+                self._watched[rank] = heard = heard + late
+            if now - self._spoken.get(rank, 0.0) > BEAT:
+                self._outbox.append((rank, CONTROL, Ping()))
+                self._spoken[rank] = now
+            if now - heard > PATIENCE:
+                del self._watched[rank]
+                self._tell(rank, Lost(_SILENT.format(_first_upper(self.name(rank)), PATIENCE)))
+
+
+_SILENT = (
+    "{} has said nothing for {:.0f} s: it was stopped or killed, or its network is down; look at that machine and "
+    "start again."
+)
+
+
+def _first_upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _release(lock: threading.Lock) -> None:
+    """Wake a sleeper, now or when it next goes to sleep. The lock is a bell: locked when nothing has happened."""
+    try:
+        lock.release()
+    except RuntimeError:
+        return
+
+
+@contextmanager
+def join() -> Iterator[Link]:
+    """Be one rank of the job for as long as the block lasts; at its end the head (rank 0) sends everybody home.
+
+    On another rank the block is ``serve``, which returns when the head says so. Everyone watches the head, and the
+    head everyone.
+    """
+    link = Link()
+    others = range(1, link.size)
+    link.watch(others if link.rank == 0 else [0])
+    status = 2
+    try:
+        yield link
+        status = 0
+    except KeyboardInterrupt:
+        status = 130
+        raise
+    finally:
+        if link.rank == 0:
+            for rank in others:
+                link.send(rank, CONTROL, Stop(status))
+        link.leave()
