@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace import system
 from headrace.cluster.loopback import Loopback
 from headrace.config import resolve
 from headrace.errors import BadRequest, OverBudget
@@ -36,7 +37,8 @@ class Options:
     """How to run a model. context None: the model's, at most 4096 (a long context is a lot of memory to reserve).
 
     threads 0: one per core this process may use. ram: bytes, all that may be used; None: no limit is kept.
-    sequences: how many may be computed at a time; they share the cache of ``context`` tokens times ``caches``.
+    sequences: how many may be computed at a time; they share the cache of ``context`` tokens times ``caches``
+    (0: as many of them as the memory holds, up to one for each sequence).
     """
 
     threads: int = 0
@@ -68,6 +70,13 @@ class Parts:
     context: int
     budget: Budget
     pass_bytes: int
+    kv_bits: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        """What the model is called: its own name, else its file's."""
+        named = self.model.file.metadata.get("general.name")
+        return named if isinstance(named, str) and named else self.model.file.paths[0].stem
 
     def close(self) -> None:
         self.computer.close()
@@ -108,15 +117,17 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     device = make_device(options.device, threads=options.threads or cores(), cpu=options.cpu)
     layers = model.layers
     order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
-    pages = options.caches * pages_for(context)
     budget = Budget(options.ram)
+    pages = pages_for(context) * (options.caches or affordable_caches(device, model, context, options))
     streamed = place(budget, device, model, pages, options)
     weights = load_weights(device, model, streamed, options)
     cache = HostKV(device, kv_shapes(layers, options.kv_bits), pages)
     computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
     stage = Stage(0, len(layers), len(layers))
     loop = Loopback(Head(pages, order), [(stage, computer)])
-    return Parts(model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model))
+    return Parts(
+        model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model), options.kv_bits
+    )
 
 
 def load_weights(device: Device, model: Model, streamed: list[int], options: Options) -> Weights:
@@ -170,6 +181,18 @@ def place(budget: Budget, device: Device, model: Model, pages: int, options: Opt
         f"Even with every block streamed from disk this needs {human(need)} and the budget is "
         f"{human(options.ram or 0)} ({ledger}, and {BUFFERS} layers of weights at a time); a shorter context (-c), "
         "fewer KV bits (--kv-bits 8/4) or a larger --ram would fit."
+    )
+
+
+def affordable_caches(device: Device, model: Model, context: int, options: Options) -> int:
+    """How many sequences' caches to have room for: from half of what the weights leave, or a third if they stream."""
+    limit = options.ram if options.ram is not None else system.memory().usable
+    if limit is None:
+        return 1
+    spare = limit - sum(layer_nbytes(device, layer) for layer in model.layers)
+    share = max(spare // 2, limit // 3)
+    return max(
+        1, min(options.sequences, share // (pages_for(context) * page_nbytes(device, model.layers, options.kv_bits)))
     )
 
 

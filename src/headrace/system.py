@@ -154,3 +154,19 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def file_system(folder: Path) -> str:
+    """Type of the file system a folder lies on ("ext4", "nfs4", ...); "" where the system doesn't tell."""
+    mounts = _text(Path("/proc/self/mounts"))
+    best, kind = -1, ""
+    target = folder.resolve()
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        # proc(5): blanks and backslashes in mount points are written in octal.
+        point = Path(fields[1].encode().decode("unicode_escape"))
+        if target.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), fields[2]
+    return kind

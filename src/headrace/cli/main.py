@@ -15,6 +15,7 @@ from headrace.errors import HeadraceError
 COMMANDS = {
     "run": "continue or answer one prompt",
     "chat": "talk with a model, turn by turn",
+    "batch": "compute every row of an OpenAI batch file, resumable",
     "bench": "measure prefill and decode at several lengths and row counts",
     "inspect": "tell what a model file is made of, without loading it",
     "check": "tell what this machine offers and what is missing",

@@ -7,6 +7,7 @@ next layer's reads are queued, all of them at once, and the disk has work throug
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,7 +69,7 @@ class _Buffer:
 class Streamed:
     """``Weights`` of a model of which the layers ``streamed`` are read for each use; the others stay.
 
-    ``read_bytes`` counts what came from the disk.
+    ``read_bytes`` counts what came from the disk, ``waited`` the seconds ``hold`` waited for it.
     """
 
     lasting = True
@@ -98,6 +99,7 @@ class Streamed:
         self._lock = threading.Lock()
         self._next = 0
         self.read_bytes = 0
+        self.waited = 0.0
         self._fill()
 
     @property
@@ -153,8 +155,10 @@ class Streamed:
             self._next = self._order.index(layer)
             self._fill()
         buffer = self._coming.popleft()
+        start = time.perf_counter()
         for read in buffer.reads:
             read.result()
+        self.waited += time.perf_counter() - start
         return buffer
 
     def _drop(self, buffer: _Buffer) -> None:

@@ -1,0 +1,88 @@
+"""``headrace batch``: an OpenAI batch file in, its result lines out, resumable."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from headrace.cli.generation import interruptible, load
+from headrace.cli.options import add_model
+from headrace.cli.parser import whole
+from headrace.jobs.batch import Batch, Report
+from headrace.memory.budget import human
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Computes every row of an OpenAI batch file (custom_id, method, url, body for /v1/chat/completions and "
+        "/v1/completions) and writes the result lines in the same order. Killed at any moment, the same command goes "
+        "on where it was: finished rows are kept in OUTPUT.state until the output is written."
+    )
+    parser.add_argument("input", type=Path, help="batch file, one JSON object a line")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="result file; must not exist yet")
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, help="job seed; a row's own is derived from it and its custom_id"
+    )
+    parser.add_argument("--any-model", action="store_true", help="take rows whatever model they name")
+    parser.add_argument("--restart", action="store_true", help="throw away an earlier run's state and output")
+    parser.add_argument("--sequences", type=whole(1), default=64, help="most rows computed at a time (default: 64)")
+    parser.add_argument("--rows", type=whole(1), default=256, help="most rows in a run (default: 256)")
+    parser.add_argument(
+        "--runs", type=whole(1), default=1, help="most runs that pass a layer while it is held (default: 1)"
+    )
+    add_model(parser)
+
+
+class Progress:
+    """Lines of progress: one that is rewritten on a terminal, a plain one now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
+        self.every = 0.5 if self.live else 10.0
+        self.last = 0.0
+
+    def __call__(self, report: Report) -> None:
+        now = time.monotonic()
+        if now - self.last >= self.every:
+            self.last = now
+            end = "\r" if self.live else "\n"
+            print(("\x1b[2K" if self.live else "") + line(report), end=end, file=sys.stderr, flush=True)
+
+
+def line(report: Report) -> str:
+    """One line of figures."""
+    parts = [f"{report.rows}/{report.total} rows", f"{report.tokens_per_second:.1f} tokens/s"]
+    if report.failed:
+        parts.append(f"{report.failed} failed")
+    if report.eta is not None and report.rows < report.total:
+        parts.append(f"about {report.eta:.0f} s left")
+    if report.disk_bound is not None:
+        where = "disk" if report.disk_bound > 0.5 else "compute"
+        parts.append(
+            f"{human(report.streamed_bytes)} streamed, waiting for the disk {report.disk_bound:.0%}: {where}-bound"
+        )
+    return ", ".join(parts)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compute the job; 0 when every row was answered, 1 when some became error rows."""
+    progress = Progress()
+    with (
+        load(args, sequences=args.sequences, caches=0, runs=args.runs, rows=args.rows) as engine,
+        interruptible(engine),
+    ):
+        names = (
+            None if args.any_model else (engine.parts.name, Path(args.model or "").name, Path(args.model or "").stem)
+        )
+        batch = Batch(engine, args.input, args.output, args.seed, names, args.restart, progress)
+        try:
+            report = batch.run()
+        except KeyboardInterrupt:
+            print("\nstopped; the same command goes on from here", file=sys.stderr)
+            raise
+    if progress.live:
+        print(file=sys.stderr)
+    print(line(report), file=sys.stderr)
+    return 1 if report.failed else 0
