@@ -10,11 +10,12 @@ namespace {
 }  // namespace
 
 void RowsView::check() {
-  int32_t last_slot = -1;
+  int32_t last_slot = -1, first_slot = 0;
   for (int64_t i = 0; i < list_size; i++) {
-    if (lists[i] < 0) refuse("negative slot in lists");
+    first_slot = std::min(first_slot, lists[i]);
     last_slot = std::max(last_slot, lists[i]);
   }
+  if (first_slot < 0) refuse("negative slot in lists");
   for (int64_t r = 0; r < count; r++) {
     if (base[r] < 0 || base_len[r] < 0 || int64_t{base[r]} + base_len[r] > list_size || extra[r] < 0 ||
         extra_len[r] < 0 || int64_t{extra[r]} + extra_len[r] > list_size)
@@ -30,12 +31,13 @@ void RowsView::check() {
     if (wanted[i] < 0 || wanted[i] >= count || (i > 0 && wanted[i] <= wanted[i - 1]))
       refuse("wanted isn't an ascending list of rows");
   std::vector<bool> used(static_cast<size_t>(last_slot / kPage + 1));
+  int32_t previous = -1;
   for (int64_t i = 0; i < list_size; i++) {
-    const auto page = static_cast<size_t>(lists[i] / kPage);
-    if (!used[page]) {
-      used[page] = true;
-      pages.push_back(static_cast<int32_t>(page));
-    }
+    const int32_t page = lists[i] / kPage;
+    if (page == previous) continue;
+    previous = page;
+    if (!used[static_cast<size_t>(page)]) pages.push_back(page);
+    used[static_cast<size_t>(page)] = true;
   }
 }
 

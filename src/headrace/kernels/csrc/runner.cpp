@@ -173,7 +173,7 @@ class Runner {
       total += parts[i].chunks;
     }
     const QuantRows in = quant(current_, width(parts[0].op->src));
-    if (s.fused) {
+    if (s.fused && count_ <= kFewRows) {
       const Op& act = op_at(s.end - 1);
       d_.pool.each(parts[0].chunks, [&](int64_t c, int) {
         for (int i = 0; i < linears; i++) columns(parts[i], c, in);
@@ -186,6 +186,20 @@ class Runner {
       int i = 0;
       while (c >= parts[i].chunks) c -= parts[i++].chunks;
       columns(parts[i], c, in);
+    });
+    if (s.fused) act_rows(s);
+  }
+
+  // The same for many rows: columns of many rows lie far apart, so the rows are walked instead.
+  void act_rows(const Segment& s) {
+    const Op& act = op_at(s.end - 1);
+    const int64_t step = std::max<int64_t>(1, std::min<int64_t>(count_ / (4 * d_.pool.threads()), 16));
+    d_.pool.each((count_ + step - 1) / step, [&](int64_t i, int) {
+      const int64_t r0 = i * step, r1 = std::min(count_, r0 + step);
+      for (int64_t r = r0; r < r1; r++) one_row(act, r);
+      if (!s.quantise) return;
+      QuantRows q = quant(current_, width(act.dst));
+      d_.path.quantise(reg(act.dst), width(act.dst), q, r0, r1);
     });
   }
 
