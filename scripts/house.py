@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "headrace"
 
 FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 60, 15_000
-"""The package's lines are its Python; C++ files obey the limit on files."""
+"""The package's lines are its Python without blank lines, comments and docstrings; C++ obeys the limit on files."""
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 CODE = (".py", ".cpp", ".h")
 
 RANKS: tuple[tuple[str, ...], ...] = (
@@ -25,6 +28,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("run",),
     ("speculate", "cluster"),
     ("setup",),
+    ("ensemble",),
     ("engine",),
     ("simulate", "jobs", "serve"),
     ("cli",),
@@ -63,9 +67,22 @@ def sizes(files: Sequence[Path]) -> Iterator[str]:
 
 
 def package_size(package: Path = PACKAGE) -> Iterator[str]:
-    lines = sum(p.read_bytes().count(b"\n") for p in package.rglob("*.py"))
+    lines = sum(code_lines(p.read_text(encoding="utf-8")) for p in package.rglob("*.py"))
     if lines > PACKAGE_LINES:
-        yield f"the package has {lines} lines of Python; at most {PACKAGE_LINES}"
+        yield f"the package has {lines} lines of code; at most {PACKAGE_LINES}"
+
+
+def code_lines(text: str) -> int:
+    """Lines with something to execute on them."""
+    explained: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            explained.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - explained)
 
 
 def rank(part: str) -> int:

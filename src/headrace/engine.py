@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
+from headrace.cluster.members import Link
+from headrace.ensemble import lead, one_process
 from headrace.errors import BadRequest
 from headrace.kernels.cpu import CpuDevice
 from headrace.memory.weights import Resident
@@ -302,9 +304,14 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def load(path: str | Path, options: Options | None = None, **changes: object) -> Engine:
+def load(path: str | Path, options: Options | None = None, *, link: Link | None = None, **changes: object) -> Engine:
     """Load a GGUF file or Hugging Face folder. Options by name: threads, context, kv_bits, ram, device, cpu ...
 
-    Checks the memory budget before any weight is read. Raises a HeadraceError that says what is wrong.
+    link: this rank's place in a cluster (``cluster.mpi.join``), which must be rank 0; the other ranks call
+    ``ensemble.serve`` with the same options. Checks the memory budget before any weight is read. Raises a
+    HeadraceError that says what is wrong.
     """
-    return Engine(build(Path(path), replace(options or Options(), **changes)))  # type: ignore[arg-type]
+    chosen = replace(options or Options(), **changes)  # type: ignore[arg-type]
+    if link is None or link.size == 1:
+        return Engine(build(Path(path), one_process(chosen)))
+    return Engine(lead(Path(path), chosen, link))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,10 @@ class Options:
     sequences: int = 64
     rows: int = 512
     runs: int = 1
+    rank_threads: tuple[int, ...] = ()
+    """Threads of each rank, or one number for all; when empty, ``threads`` says (0: a rank's part of its host)."""
+    layer_split: str | None = None
+    """Shares of the layers for each rank, as ``cluster.split`` reads them; None: evenly by weight."""
     packs: Path | None = None
     """Folder for packed files, when layers must stream; None: ``packs`` in the cache folder."""
     tell: Callable[[str], None] | None = None
@@ -130,15 +134,18 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     )
 
 
-def load_weights(device: Device, model: Model, streamed: list[int], options: Options) -> Weights:
-    """All layers in memory, or the ``streamed`` ones read for each use from a file packed now or earlier."""
-    every = range(len(model.layers))
+def load_weights(
+    device: Device, model: Model, streamed: list[int], options: Options, own: Sequence[int] | None = None
+) -> Weights:
+    """Layers (all, or a stage's ``own``) in memory, or the ``streamed`` of them read for each use from a file packed
+    now or earlier."""
+    own = range(len(model.layers)) if own is None else own
     if not streamed:
-        return Resident(device, model, every)
+        return Resident(device, model, own)
     folder = options.packs or resolve().cache / "packs"
-    blocks = [i for i in every if model.layers[i].kv is not None]
+    blocks = [i for i in own if model.layers[i].kv is not None]
     packed = pack(device, model, blocks, folder, options.tell)
-    return Streamed(device, model, every, streamed, packed)
+    return Streamed(device, model, own, streamed, packed)
 
 
 def pass_bytes(device: Device, model: Model) -> int:
@@ -148,34 +155,54 @@ def pass_bytes(device: Device, model: Model) -> int:
     return total + (device.packed_nbytes(table.fmt, table.n, table.k) if table.shares else 0)
 
 
-def place(budget: Budget, device: Device, model: Model, pages: int, options: Options) -> list[int]:
+def held_nbytes(device: Device, model: Model, own: Sequence[int]) -> dict[int, int]:
+    """Bytes of each of these layers in memory; a shared tensor counts where its owner isn't among them."""
+    keys = {model.layers[i].key for i in own}
+    sizes = {}
+    for i in own:
+        layer = model.layers[i]
+        apart = [p for p in layer.tensors.values() if p.shares is not None and p.shares[0] not in keys]
+        sizes[i] = layer_nbytes(device, layer) + sum(device.packed_nbytes(p.fmt, p.n, p.k) for p in apart)
+    return sizes
+
+
+def place(
+    budget: Budget, device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None
+) -> list[int]:
     """Which layers must stream for everything to fit the budget, spread evenly; counts it all before a byte is loaded.
+
+    own: a stage's layers (None: all). Each stage has a budget of its own.
 
     OverBudget, with the numbers, when not even the smallest placement fits.
     """
     bits = f"{options.kv_bits[0]}/{options.kv_bits[1]}"
-    per_page = page_nbytes(device, model.layers, options.kv_bits)
+    own = range(len(model.layers)) if own is None else own
+    layers = [model.layers[i] for i in own]
+    per_page = page_nbytes(device, layers, options.kv_bits)
     budget.take("program", resident_now() + MARGIN)
-    budget.take("working buffers", scratch_nbytes(device, model, options.rows), "fewer rows a run would take less")
+    budget.take(
+        "working buffers", scratch_nbytes(device, model, options.rows, layers), "fewer rows a run would take less"
+    )
     budget.take(
         "KV cache",
         pages * per_page,
         f"a token of context takes {human(per_page / PAGE)} at {bits} KV bits (-c, --kv-bits)",
     )
-    sizes = [layer_nbytes(device, layer) for layer in model.layers]
-    if budget.left is None or sum(sizes) <= budget.left:
-        budget.take("weights", sum(sizes))
+    sizes = held_nbytes(device, model, own)
+    total = sum(sizes.values())
+    if budget.left is None or total <= budget.left:
+        budget.take("weights", total)
         return []
-    blocks = [i for i, layer in enumerate(model.layers) if layer.kv is not None]
+    blocks = [i for i in own if model.layers[i].kv is not None]
     for count in range(2, len(blocks) + 1):
         streamed = [blocks[i] for i in evenly(count, len(blocks))]
         buffers = min(BUFFERS, count) * max(extent_nbytes(device, model.layers[i]) for i in streamed)
-        stay = sum(sizes) - sum(sizes[i] for i in streamed)
+        stay = total - sum(sizes[i] for i in streamed)
         if stay + buffers <= budget.left:
             budget.take("resident weights", stay)
             budget.take("streaming buffers", buffers)
             return streamed
-    need = budget.used + sum(sizes) - sum(sizes[i] for i in blocks) + BUFFERS * max(sizes[i] for i in blocks)
+    need = budget.used + total - sum(sizes[i] for i in blocks) + BUFFERS * max((sizes[i] for i in blocks), default=0)
     ledger = ", ".join(f"{name} {human(size)}" for name, size in budget.items.items())
     raise OverBudget(
         f"Even with every block streamed from disk this needs {human(need)} and the budget is "
@@ -201,11 +228,11 @@ def extent_nbytes(device: Device, layer: Layer) -> int:
     return round_up(layer_nbytes(device, layer))
 
 
-def scratch_nbytes(device: Device, model: Model, rows: int) -> int:
-    """Working memory of the device for runs of so many rows, with their residual stream."""
-    width = model.spec.width
-    shapes = [{n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()} for layer in model.layers]
-    most = max(device.scratch_nbytes(layer.ops, width, rows, s) for layer, s in zip(model.layers, shapes, strict=True))
+def scratch_nbytes(device: Device, model: Model, rows: int, layers: Sequence[Layer] | None = None) -> int:
+    """Working memory of the device for runs of so many rows through these layers (or all), residual stream included."""
+    width, layers = model.spec.width, model.layers if layers is None else layers
+    shapes = [{n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()} for layer in layers]
+    most = max(device.scratch_nbytes(layer.ops, width, rows, s) for layer, s in zip(layers, shapes, strict=True))
     return most + 4 * width * rows
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from headrace.cluster.handshake import Control, Failure, Stop
 from headrace.cluster.loopback import Carrier, Clock, Drafter, Event, Loopback
-from headrace.cluster.message import Message
+from headrace.cluster.message import Limits, Message
 from headrace.errors import BadMessage, HeadraceError, Lost
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
@@ -34,6 +34,9 @@ class Arrival(NamedTuple):
 
 class Link(Protocol):
     """What carries messages between ranks: ``cluster.mpi.Link``."""
+
+    hosts: tuple[str, ...]
+    limits: dict[int, Limits]
 
     @property
     def rank(self) -> int: ...

@@ -1,0 +1,239 @@
+"""One model over several ranks: what rank 0 does to lead them, and what every other rank does.
+
+Say hello, hear the plan, load the layers that are one's own, say ready, work until the head says stop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from headrace import __version__
+from headrace.cluster.handshake import Failure, Hello, Plan, Ready, Stop, difference, threads_each
+from headrace.cluster.members import CONTROL, Link, Member, MpiHead
+from headrace.cluster.message import Limits
+from headrace.cluster.split import by_shares, by_weight, check, parse, ranges
+from headrace.errors import BadMessage, BadRequest, HeadraceError, Lost
+from headrace.formats.index import open_model
+from headrace.kernels.device import PAGE
+from headrace.kernels.dispatch import make_device
+from headrace.memory.budget import Budget
+from headrace.memory.kv import HostKV, kv_shapes
+from headrace.memory.slots import pages_for
+from headrace.memory.weights import Weights
+from headrace.model.layers import Layer, Model, load_model
+from headrace.run.compute import DeviceComputer
+from headrace.run.head import Head
+from headrace.run.schedule import Order
+from headrace.run.stage import Stage
+from headrace.setup import Options, Parts, context_of, load_weights, pass_bytes, place
+from headrace.text.tokenizer import Tokenizer
+
+GREETING = 300.0
+"""Seconds a rank may take to open the model file, which may lie on slow shared storage."""
+PARTING = 20.0
+"""Seconds a rank that failed waits to be sent home."""
+
+Said = TypeVar("Said", Hello, Plan, Ready)
+
+
+class Dismissed(Exception):
+    """The head sends this rank home before there was anything to do."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+@dataclass
+class Mine:
+    """This rank's stage and what it holds."""
+
+    stage: Stage
+    computer: DeviceComputer
+    weights: Weights
+    budget: Budget
+
+    def close(self) -> None:
+        self.computer.close()
+        self.weights.close()
+
+
+def lead(path: Path, options: Options, link: Link) -> Parts:
+    """Rank 0: bring all ranks together and load. Raises a HeadraceError that names the rank and what is wrong."""
+    file = open_model(path)
+    try:
+        model = load_model(file)
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+        tokenizer.check_model(model.spec.vocab)
+        context = context_of(model, options.context)
+        plan = _agree(link, model, options, context)
+        mine = _load(model, options, plan, link.rank)
+        link.limits[MpiHead.HEAD] = Limits(vocab=model.spec.vocab)
+        link.limits[0] = _limits(model, plan, 0)
+        _gather(link, Ready, range(1, link.size))
+    except BaseException:
+        file.close()
+        raise
+    order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
+    loop = MpiHead(link, _ranks(plan), Head(plan.pages, order), [(mine.stage, mine.computer)], plan.targets)
+    return Parts(
+        model, tokenizer, mine.computer.device, loop, mine.weights, mine.computer, context, mine.budget,
+        pass_bytes(mine.computer.device, model), options.kv_bits,
+    )  # fmt: skip
+
+
+def serve(path: Path, options: Options, link: Link) -> int:
+    """Any other rank, from hello to goodbye; returns the exit status the head gives. Its own failures go to the head.
+
+    Raises Lost when there is no head to tell.
+    """
+    try:
+        return _serve(path, options, link)
+    except Lost:
+        raise
+    except Dismissed as sent:
+        return sent.status
+    except HeadraceError as error:
+        text = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{error!r}, a mistake in the program; its own output has more."
+    link.send(0, CONTROL, Failure(f"On {link.name(link.rank)}: {text}"))
+    end = time.monotonic() + PARTING
+    while time.monotonic() < end:
+        arrival = link.receive()
+        if arrival is None:
+            link.wait(1.0)
+        elif isinstance(arrival.message, Stop):
+            return arrival.message.status
+    return 2
+
+
+def _serve(path: Path, options: Options, link: Link) -> int:
+    file = open_model(path)
+    try:
+        model = load_model(file)
+        link.send(0, CONTROL, _hello(model, options, context_of(model, options.context)))
+        plan = _gather(link, Plan, [0])[0]
+        mine = _load(model, options, plan, link.rank)
+        try:
+            number = link.rank
+            link.limits[number] = _limits(model, plan, number)
+            member = Member(link, _ranks(plan), number, (mine.stage, mine.computer), plan.targets)
+            link.send(0, CONTROL, Ready(sum(model.layers[i].nbytes for i in _own(plan, link.rank))))
+            return member.serve()
+        finally:
+            mine.close()
+    finally:
+        file.close()
+
+
+# --- coming together --------------------------------------------------------------------------------------
+
+
+def _hello(model: Model, options: Options, context: int) -> Hello:
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    split = options.layer_split or ""
+    return Hello(__version__, model.file.digest(), "", options.kv_bits, context, split, tuple(cpus))
+
+
+def _agree(link: Link, model: Model, options: Options, context: int) -> Plan:
+    """Hear everybody's hello, settle the plan, and tell it. Raises BadMessage for a rank that differs."""
+    edges = _edges(model.layers, options.layer_split, link.size)
+    others = _gather(link, Hello, range(1, link.size), GREETING)
+    hellos = [_hello(model, options, context), *(others[rank] for rank in range(1, link.size))]
+    for rank, hello in enumerate(hellos):
+        wrong = difference(hellos[0], hello, f"Rank {link.name(rank).removeprefix('rank ')}")
+        if wrong:
+            raise BadMessage(wrong)
+    asked = options.rank_threads or (options.threads,)
+    if len(asked) not in (1, link.size):
+        raise BadRequest(
+            f"{len(asked)} thread counts are given for {link.size} ranks; give one for all, or one for each (-t)."
+        )
+    threads = threads_each(hellos, link.hosts, asked)
+    pages = pages_for(context) * max(1, options.caches)
+    plan = Plan(tuple(a for a, _ in edges), tuple(b for _, b in edges), threads, pages, link.size)
+    for rank in range(1, link.size):
+        link.send(rank, CONTROL, plan)
+    return plan
+
+
+def _edges(layers: Sequence[Layer], split: str | None, ranks: int) -> tuple[tuple[int, int], ...]:
+    """[first, end) of each rank's layers. Weights read for a row count, so the embedding, one row of it, doesn't."""
+    if split is not None:
+        shares = parse(split)
+        check(shares, ranks, drafting=False)
+        counts = list(by_shares(shares.target, len(layers) - 2))
+        counts[0] += 1
+        counts[-1] += 1
+        return ranges(counts)
+    table = layers[-1].tensors["output"]
+    costs = [0.0, *(float(layer.nbytes) for layer in layers[1:])]
+    costs[-1] += table.nbytes if table.shares else 0
+    return ranges(by_weight(costs, [1.0] * ranks))
+
+
+def _gather(link: Link, kind: type[Said], ranks: Collection[int], seconds: float | None = None) -> dict[int, Said]:
+    """One such message of each of the ranks. Raises Lost when one fails, or hasn't answered within ``seconds``."""
+    end = None if seconds is None else time.monotonic() + seconds
+    heard: dict[int, Said] = {}
+    while len(heard) < len(ranks):
+        arrival = link.receive()
+        if arrival is None:
+            if end is not None and time.monotonic() > end:
+                late = ", ".join(link.name(rank) for rank in ranks if rank not in heard)
+                raise Lost(f"Not heard from within {seconds:.0f} s: {late}; look at that machine.")
+            link.wait(0.1)
+        elif isinstance(arrival.message, kind) and arrival.source in ranks:
+            heard[arrival.source] = arrival.message
+        elif isinstance(arrival.message, Failure):
+            raise Lost(arrival.message.text)
+        elif isinstance(arrival.message, Stop):
+            raise Dismissed(arrival.message.status)
+        else:
+            what = type(arrival.message).__name__
+            raise BadMessage(f"A {what} came from {link.name(arrival.source)} where a {kind.__name__} was expected.")
+    return heard
+
+
+def _own(plan: Plan, rank: int) -> range:
+    return range(plan.firsts[rank], plan.ends[rank])
+
+
+def _ranks(plan: Plan) -> dict[int, int]:
+    """Address -> rank."""
+    return {MpiHead.HEAD: 0, **{i: i for i in range(len(plan.firsts))}}
+
+
+def _limits(model: Model, plan: Plan, number: int) -> Limits:
+    return Limits(model.spec.vocab, plan.pages * PAGE, model.spec.width if number else 0)
+
+
+def _load(model: Model, options: Options, plan: Plan, rank: int) -> Mine:
+    """This rank's layers, cache and device, within this rank's budget."""
+    own = _own(plan, rank)
+    device = make_device(options.device, threads=plan.threads[rank], cpu=options.cpu)
+    budget = Budget(options.ram)
+    streamed = place(budget, device, model, plan.pages, options, own)
+    weights = load_weights(device, model, streamed, options, own)
+    shapes = {i: shape for i, shape in kv_shapes(model.layers, options.kv_bits).items() if i in own}
+    cache = HostKV(device, shapes, plan.pages)
+    computer = DeviceComputer(device, model.layers, own, model.spec.width, weights, cache)
+    return Mine(Stage(own.start, own.stop, len(model.layers)), computer, weights, budget)
+
+
+def one_process(options: Options) -> Options:
+    """The options of a run without other ranks. BadRequest for what only several ranks can do."""
+    if options.layer_split is not None:
+        parse(options.layer_split)
+        check(parse(options.layer_split), 1, drafting=False)
+    if len(options.rank_threads) > 1:
+        raise BadRequest(f"{len(options.rank_threads)} thread counts are given and there is one rank; give one (-t).")
+    return replace(options, threads=options.rank_threads[0]) if options.rank_threads else options
