@@ -212,10 +212,10 @@ def test_a_guessing_pipeline(model: Model, plain) -> None:  # type: ignore[no-un
         "guesses", counts["guesses"] + sum(row.guess for row, _ in rows)
     )
     loop = Delaying(head, stages, Scripted(truth), seed=3)
-    handle = head.on_event
+    handle = head.on_events
 
-    def watched(event: HeadEvent, now: float):  # type: ignore[no-untyped-def]
-        effects = handle(event, now)
+    def watched(events: Sequence[HeadEvent], now: float):  # type: ignore[no-untyped-def]
+        effects = handle(events, now)
         for effect in effects:
             if isinstance(effect, Cancel):
                 counts["cancelled"] += len(effect.rows)
@@ -223,7 +223,7 @@ def test_a_guessing_pipeline(model: Model, plain) -> None:  # type: ignore[no-un
                 counts["tombstones"] += flight is not None and len(flight.gone) == len(flight.rows)
         return effects
 
-    head.on_event = watched  # type: ignore[method-assign]
+    head.on_events = watched  # type: ignore[method-assign]
     tokens, logits = run(loop, requests())
     assert tokens == plain[0]
     assert logits == plain[1]

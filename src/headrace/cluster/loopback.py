@@ -97,7 +97,12 @@ class Carrier:
 
     def _at_stage(self, at: int, event: RunMessage | Cancel | Step, now: float) -> None:
         stage, computer = self.stages[at - self.first]
-        for effect in stage.on_event(event, now):
+        effects = stage.on_event(event, now)
+        while len(effects) == 1 and isinstance(effects[0], Step) and not self._queue:
+            # Nothing else to look at: on to the next layer without a detour through the queue.
+            computer.step(effects[0].layer, stage.runs[effects[0].run])
+            effects = stage.on_event(effects[0], now)
+        for effect in effects:
             if isinstance(effect, Step):
                 computer.step(effect.layer, stage.runs[effect.run])
                 self._queue.append((at, effect))
@@ -147,9 +152,12 @@ class Loopback(Carrier):
         if self._queue[0][0] != self.HEAD:
             super().turn()
             return
-        event = self._queue.popleft()[1]
-        assert not isinstance(event, RunMessage | Cancel | Step | Committed)
-        for effect in self.head.on_event(event, self.clock()):
+        events: list[HeadEvent] = []
+        while self._queue and self._queue[0][0] == self.HEAD:
+            event = self._queue.popleft()[1]
+            assert not isinstance(event, RunMessage | Cancel | Step | Committed)
+            events.append(event)
+        for effect in self.head.on_events(events, self.clock()):
             if isinstance(effect, RunMessage | Cancel):
                 self._into(0, self.targets, effect)
             elif isinstance(effect, Committed):

@@ -83,11 +83,11 @@ class Streamed:
         packed: PackFile,
         buffers: int = BUFFERS,
     ) -> None:
-        self._order = sorted(streamed)
-        self._extents = {i: packed.extent(model.layers[i].key) for i in self._order}
+        self.order = sorted(streamed)
+        self._extents = {i: packed.extent(model.layers[i].key) for i in self.order}
         self.resident = Resident(device, model, [i for i in layers if i not in self._extents])
         largest = max((e.nbytes for e in self._extents.values()), default=0)
-        count = min(buffers, len(self._order))
+        count = min(buffers, len(self.order))
         self.buffer_bytes = largest * count
         self._buffers = [_Buffer(largest) for _ in range(count)]
         self._free = deque(self._buffers)
@@ -101,6 +101,11 @@ class Streamed:
         self.read_bytes = 0
         self.waited = 0.0
         self._fill()
+
+    @property
+    def cycle_bytes(self) -> int:
+        """Bytes read from the disk for one pass over all layers."""
+        return sum(extent.nbytes for extent in self._extents.values())
 
     @property
     def nbytes(self) -> int:
@@ -130,10 +135,10 @@ class Streamed:
 
     def _fill(self) -> None:
         """Queue reads of the layers that come next, for as many as there are free buffers."""
-        while self._free and len(self._coming) < len(self._order):
+        while self._free and len(self._coming) < len(self.order):
             buffer = self._free.popleft()
-            buffer.layer = self._order[self._next]
-            self._next = (self._next + 1) % len(self._order)
+            buffer.layer = self.order[self._next]
+            self._next = (self._next + 1) % len(self.order)
             extent = self._extents[buffer.layer]
             view = buffer.memory.data[: extent.nbytes]
             buffer.reads = [
@@ -152,7 +157,7 @@ class Streamed:
         while self._coming and self._coming[0].layer != layer:
             self._drop(self._coming.popleft())
         if not self._coming:
-            self._next = self._order.index(layer)
+            self._next = self.order.index(layer)
             self._fill()
         buffer = self._coming.popleft()
         start = time.perf_counter()

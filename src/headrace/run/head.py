@@ -107,7 +107,18 @@ class Head:
 
     def on_event(self, event: HeadEvent, now: float) -> list[HeadEffect]:
         """One thing happened; returns what must be carried out, in order."""
+        return self.on_events((event,), now)
+
+    def on_events(self, events: Sequence[HeadEvent], now: float) -> list[HeadEffect]:
+        """Things happened together (requests of a batch): all are heard before a block is composed of them."""
         effects: list[HeadEffect] = []
+        for event in events:
+            self._hear(event, now, effects)
+        self._admit(effects)
+        self._launch(now, effects)
+        return effects
+
+    def _hear(self, event: HeadEvent, now: float, effects: list[HeadEffect]) -> None:
         if isinstance(event, Result):
             self._result(event, now, effects)
         elif isinstance(event, Draft):
@@ -122,9 +133,6 @@ class Head:
             self._withdraw(event, effects)
         else:
             self._forget(event)
-        self._admit(effects)
-        self._launch(now, effects)
-        return effects
 
     @property
     def idle(self) -> bool:
