@@ -62,7 +62,7 @@ def _memory(machine: Machine, p: Prediction) -> str:
 
 
 def _terms(p: Prediction) -> str:
-    table = [("seconds a pass", "prompt", "next token")]
+    table: list[tuple[str, ...]] = [("seconds a pass", "prompt", "next token")]
     for resource in dict.fromkeys([*p.terms["decode"], *p.terms["prefill"]]):
         cells = (p.terms[phase].get(resource, 0.0) for phase in ("prefill", "decode"))
         table.append((resource, *(f"{s:.4g}" for s in cells)))

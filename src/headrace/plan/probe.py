@@ -58,13 +58,15 @@ def probe(
     disk_write: float = 0.0,
     rows: Sequence[int] = ROWS,
     width: int = WIDTH,
+    span: int = BEYOND_CACHES,
+    length: int = 1024,
 ) -> Machine:
     """The machine of one device and at most one disk, by measurement (a few seconds).
 
     ``disk``: a file of at least some hundred MB on the disk to measure (the model's); ``disk_write`` 0: half the
     read rate is assumed, and said so in ``sources``.
     """
-    sample = measure(device, tier, fmt, rows, width)
+    sample = measure(device, tier, fmt, rows, width, span, length)
     tiers = [Tier(tier, capacity, sample.memory, sample.memory, reserved)]
     links: list[Link] = []
     sources = {"device": f"{device.name}, {fmt}, width {width}, measured"}
@@ -79,18 +81,29 @@ def probe(
     return Machine("this machine", tuple(tiers), tuple(links), (sample.compute,), None, sources)
 
 
-def measure(device: Device, tier: str, fmt: str = "Q8_0", rows: Sequence[int] = ROWS, width: int = WIDTH) -> Sample:
-    """Matrix and attention rates of a device. Rows ascending."""
+def measure(
+    device: Device,
+    tier: str,
+    fmt: str = "Q8_0",
+    rows: Sequence[int] = ROWS,
+    width: int = WIDTH,
+    span: int = BEYOND_CACHES,
+    length: int = 1024,
+) -> Sample:
+    """Matrix and attention rates of a device. Rows ascending; ``span``: bytes of weights gone through in turn;
+    ``length``: of the sequences attended to, whole pages."""
     if list(rows) != sorted(set(rows)) or not rows or rows[0] < 1:
         raise Unsupported(f"probing needs ascending row counts of at least 1, got {list(rows)}.")
-    curve, nbytes, seconds = matmul_curve(device, fmt, rows, width)
+    curve, nbytes, seconds = matmul_curve(device, fmt, rows, width, span)
     read = device.bandwidth() if isinstance(device, Streams) else nbytes / seconds
-    compute = Compute(tier, curve, attend_rate(device, 1), attend_rate(device, 16), overhead(device, width))
+    compute = Compute(
+        tier, curve, attend_rate(device, 1, length), attend_rate(device, 16, length), overhead(device, width)
+    )
     return Sample(compute, read)
 
 
 def matmul_curve(
-    device: Device, fmt: str, rows: Sequence[int], width: int
+    device: Device, fmt: str, rows: Sequence[int], width: int, span: int = BEYOND_CACHES
 ) -> tuple[tuple[tuple[int, float], ...], int, float]:
     """((rows, FLOP/s), ...), and the bytes and seconds of going through all weights at the first row count.
 
@@ -100,7 +113,7 @@ def matmul_curve(
     program = device.compile(ops, width)
     shapes = {"up": (4 * width, width), "down": (width, 4 * width)}
     size = sum(device.packed_nbytes(fmt, n, k) for n, k in shapes.values())
-    steps = [program.bind(_weights(device, fmt, shapes)) for _ in range(max(2, BEYOND_CACHES // max(size, 1)))]
+    steps = [program.bind(_weights(device, fmt, shapes)) for _ in range(max(2, span // max(size, 1)))]
     curve, first = [], 0.0
     for count in rows:
         run, x = _rows([(1, 1)] * count), np.zeros((count, width), np.float32)
@@ -118,7 +131,7 @@ def matmul_curve(
 
 def attend_rate(device: Device, sequences: int, length: int = 1024, heads: int = 16, head_dim: int = 64) -> float:
     """FLOP/s of attention: one sequence's 64 last rows (a prompt), or one row of each of several (next tokens)."""
-    each = 64 if sequences == 1 else 1
+    each = min(64, length) if sequences == 1 else 1
     shape = KVShape(heads, head_dim)
     pages, extent = sequences * (length // PAGE), device.page_nbytes(shape)
     memory = np.zeros(pages * extent + ALIGN, np.uint8)

@@ -3,8 +3,7 @@
 For given rows, runs, chunk and tier of activations, seconds and bytes are linear in how many
 layers of each kind have each place (``cost.py``), so the best places are a small integer programme: minimise the
 work's seconds subject to each pass taking at least each resource's time, and each tier holding what is put there.
-HiGHS solves it; without the extra ``plan`` a search over mixes of at most three places a kind does (exact in that
-family, and a linear programme with as few binding tiers has its optimum there up to rounding). Deterministic.
+HiGHS solves it; without the extra ``plan``, enumeration where only two tiers matter, and hill climbing. Deterministic.
 """
 
 from __future__ import annotations
@@ -172,7 +171,13 @@ def grouped(costing: Costing, alike: list[tuple[LayerCost, ...]]) -> list[Group]
         Group(layers, tuple((costing.option(layers[0], p),) for p in places(machine, layers[0]))) for layers in alike
     ]
     pairs = itertools.product(*(places(machine, layer) for layer in ends))
-    legal = [p for p in pairs if len({x.compute for x in p}) == 1 and (not model.tied or len(set(p)) == 1)]
+    order = [t.name for t in machine.tiers]
+    legal = [
+        p
+        for p in pairs
+        if len({x.compute for x in p}) == 1  # and the table that is only looked up in is no nearer than the other
+        and (p[0] == p[-1] if model.tied else order.index(p[0].weights) >= order.index(p[-1].weights))
+    ]
     groups.append(Group(tuple(ends), tuple(tuple(map(costing.option, ends, p)) for p in legal)))
     return groups
 

@@ -1,4 +1,4 @@
-"""The integer programme of ``search.py``, solved by HiGHS or, without it, by trying mixes of few places."""
+"""The integer programme of ``search.py``, solved by HiGHS or, without it, by trying mixes and moves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ F64: TypeAlias = NDArray[np.float64]
 I64: TypeAlias = NDArray[np.int64]
 TIDY = 1e-6
 """Weight of all resources' time together beside the objective: of plans as fast, the one that moves less."""
-GAP = 1e-5
+GAP = 1e-4
 """Relative distance from the optimum at which HiGHS may stop."""
-MANY, PARTS = 6, 16
-"""Without HiGHS: a kind of layer with more than MANY choices is divided in PARTS parts at most."""
+MANY = 6
+"""Choices of a kind of layer up to which mixes are enumerated when HiGHS isn't there."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def solver(highs: bool | None) -> Engine:
                 raise Unsupported("HiGHS isn't installed; pip install 'headrace[plan]' brings it.") from None
         else:
             return Engine("HiGHS", lambda p: solve_highs(highspy, p), lambda p: relaxed_highs(highspy, p))
-    return Engine("mixes of three", solve_mixes, None)
+    return Engine("few places", solve_few, None)
 
 
 class _Programme:
@@ -202,58 +202,84 @@ def solve_highs(highspy: Any, problem: Problem, tight: float = 1.0) -> I64 | Non
     return solve_highs(highspy, problem, 1.0 - 1e-6) if tight == 1.0 else None
 
 
-def solve_mixes(problem: Problem) -> I64 | None:
-    """Kind by kind, the best mix of at most three choices, until nothing improves; the rarest kinds are enumerated.
-
-    Exact in that family for one kind of block with at most ``MANY`` choices.
-    """
-    mixes = [_mixes(problem, kind) for kind in range(len(problem.count))]
-    single = [kind for kind, count in enumerate(problem.count) if count == 1]
-    several = [kind for kind in range(len(mixes)) if kind not in single]
+def solve_few(problem: Problem) -> I64 | None:
+    """Without HiGHS: exact over mixes of at most three choices for one kind of block with at most ``MANY`` choices
+    (two tiers that one place computes from); else the best of hill climbs, which is near but not proven."""
+    several = [kind for kind, count in enumerate(problem.count) if count > 1]
+    if len(several) > 1 or max(np.bincount(problem.kind)) > MANY:
+        return _climbs(problem)
     best, value = None, float("inf")
-    for ends in itertools.product(*(mixes[kind] for kind in single)):
-        base = np.sum(ends, axis=0) if ends else np.zeros(len(problem.kind), dtype=np.int64)
-        n, seconds = _descend(problem, base, [mixes[kind] for kind in several])
+    for parts in itertools.product(
+        *(_mixes(problem, kind) for kind in range(len(problem.count)) if kind not in several)
+    ):
+        rest = _mixes(problem, several[0]) if several else np.zeros((1, len(problem.kind)), dtype=np.int64)
+        n, seconds = _least(problem, rest + sum(parts))
         if n is not None and seconds < value:
             best, value = n, seconds
     return best
 
 
-def _descend(problem: Problem, base: I64, mixes: list[I64]) -> tuple[I64 | None, float]:
-    """Start from each kind's farthest choice alone (it needs least of the near tiers), then improve in turn."""
-    parts = [m[-1] for m in mixes]
-    value = float("inf")
-    for _ in range(4 if len(mixes) > 1 else 1):
-        before = value
-        for i, choices in enumerate(mixes):
-            trial = choices + base + sum(part for j, part in enumerate(parts) if j != i)
-            good = np.flatnonzero(problem.fits(trial))
-            if good.size:
-                seconds = problem.seconds(trial[good])
-                first = int(seconds.argmin())
-                if seconds[first] < value:
-                    parts[i], value = choices[good[first]], float(seconds[first])
-        if not value < before:
-            break
-    return (base + sum(parts) if value < float("inf") else None), value
+def _least(problem: Problem, tried: I64) -> tuple[I64 | None, float]:
+    """The best of these that fits: n [ways, columns]."""
+    good = np.flatnonzero(problem.fits(tried))
+    if not good.size:
+        return None, float("inf")
+    seconds = problem.seconds(tried[good])
+    first = int(seconds.argmin())
+    return tried[good[first]], float(seconds[first])
+
+
+def _climbs(problem: Problem) -> I64 | None:
+    """From every choice taken by all of its kind (the other kinds at their last choice), move some layers from one
+    choice to another as long as that helps."""
+    columns = [np.flatnonzero(problem.kind == kind) for kind in range(len(problem.count))]
+    base = np.zeros(len(problem.kind), dtype=np.int64)
+    base[[c[-1] for c in columns]] = problem.count
+    starts = []
+    for kind, own in enumerate(columns):
+        for column in own:
+            start = base.copy()
+            start[own] = 0
+            start[column] = problem.count[kind]
+            starts.append(start)
+    best, value = None, float("inf")
+    for start in starts:
+        n, seconds = _least(problem, start[None, :])
+        while n is not None:
+            better, less = _least(problem, _moves(problem, n, columns))
+            if better is None or less >= seconds * (1 - 1e-9):
+                break
+            n, seconds = better, less
+        if n is not None and seconds < value:
+            best, value = n, seconds
+    return best
+
+
+def _moves(problem: Problem, n: I64, columns: list[NDArray[np.int_]]) -> I64:
+    """n with 1, 2, 4 ... or all of a choice's layers moved to another of its kind: [moves, columns]."""
+    moves = {
+        (a, b, size)
+        for own in columns
+        for a in own[n[own] > 0].tolist()
+        for b in own.tolist()
+        if a != b
+        for size in (*(1 << i for i in range(int(n[a]).bit_length()) if 1 << i < n[a]), int(n[a]))
+    }
+    out = np.repeat(n[None, :], len(moves) + 1, axis=0)
+    for row, (a, b, size) in zip(out, sorted(moves), strict=False):
+        row[a] -= size
+        row[b] += size
+    return out
 
 
 def _mixes(problem: Problem, kind: int) -> I64:
-    """All ways to give this kind's layers at most three of its choices: [ways, columns]; the last: all the last."""
-    columns, count = np.flatnonzero(problem.kind == kind), int(problem.count[kind])
-    step = 1 if len(columns) <= MANY else max(1, count // PARTS)
-    cuts = sorted({*range(0, count, step), count})
-    ways = {
-        (a, x, b, y, c)
-        for a, b, c in itertools.combinations_with_replacement(columns.tolist(), 3)
-        if (a < b < c) or len(columns) < 3 or a == b == c
-        for x in (cuts if a < b else [0])
-        for y in (cuts if b < c else [0])
-        if x + y <= count
-    }
-    out = np.zeros((len(ways), len(problem.kind)), dtype=np.int64)
-    for row, (a, x, b, y, c) in zip(out, sorted(ways), strict=True):
-        row[a] += x
-        row[b] += y
-        row[c] += count - x - y
-    return out
+    """All ways to give this kind's layers at most three of its choices: [ways, columns]."""
+    columns, count = np.flatnonzero(problem.kind == kind).tolist(), int(problem.count[kind])
+    out = []
+    for some in itertools.combinations(columns, min(3, len(columns))):
+        for cut in itertools.combinations(range(count + len(some) - 1), len(some) - 1):
+            n = np.zeros(len(problem.kind), dtype=np.int64)
+            ends = (-1, *cut, count + len(some) - 1)
+            n[list(some)] = [b - a - 1 for a, b in itertools.pairwise(ends)]
+            out.append(n)
+    return np.array(out)
