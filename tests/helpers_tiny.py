@@ -12,8 +12,23 @@ from headrace.formats.writer import write_gguf
 WIDTH, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 128, 4, 2, 32, 256, 288
 
 
-def tiny_model(path: Path, fmt: str = "Q4_0", blocks: int = 4, seed: int = 0, context: int = 2048) -> Path:
-    """A Llama of random weights in GGUF; matrices as ``fmt``, the rest F32."""
+def byte_tokens() -> dict[str, object]:
+    """A tokenizer for VOCAB ids: unknown, begin, end, every byte, and fillers."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    types = [2, 3, 3] + [6] * 256
+    fill = VOCAB - len(tokens)
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [*tokens, *(f"word{i}" for i in range(fill))],
+        "tokenizer.ggml.scores": np.zeros(VOCAB, np.float32),
+        "tokenizer.ggml.token_type": np.array(types + [1] * fill, np.int32),
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+
+
+def tiny_model(
+    path: Path, fmt: str = "Q4_0", blocks: int = 4, seed: int = 0, context: int = 2048, text: bool = False
+) -> Path:
+    """A Llama of random weights in GGUF; matrices as ``fmt``, the rest F32. text: with a tokenizer."""
     random = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, int]] = {"token_embd": (VOCAB, WIDTH), "output": (VOCAB, WIDTH)}
     for i in range(blocks):
@@ -36,5 +51,5 @@ def tiny_model(path: Path, fmt: str = "Q4_0", blocks: int = 4, seed: int = 0, co
         "llama.attention.head_count_kv": KV_HEADS, "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.dimension_count": HEAD, "llama.rope.freq_base": 10000.0, "llama.vocab_size": VOCAB,
     }  # fmt: skip
-    write_gguf(path, metadata, tensors)
+    write_gguf(path, metadata | (byte_tokens() if text else {}), tensors)
     return path

@@ -20,6 +20,13 @@ VARIABLES = {
     "HF_TOKEN": "access token for gated models on the hub",
     "NO_COLOR": "when set, no colours on a terminal",
 }
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI's mpirun
+    ("PMI_SIZE", "PMI_RANK"),  # MPICH's mpiexec, and Slurm's srun --mpi=pmi2
+    ("SLURM_STEP_NUM_TASKS", "PMIX_RANK"),  # srun --mpi=pmix; a step without PMIx is no MPI job
+)
+"""(number of ranks, this one's), as each launcher of MPI jobs says it."""
+VARIABLES |= {size: f"set by a launcher of MPI jobs, with {rank}: how many ranks there are" for size, rank in LAUNCHERS}
 """Every variable Headrace reads, and what it does; ``docs/cli.md`` is made from it."""
 
 
@@ -32,6 +39,9 @@ class Config:
     hub: str = HUB
     token: str | None = None
     colour: bool = True
+    ranks: int = 1
+    """Processes of the MPI job this one is of; 1: none was started."""
+    rank: int = 0
 
     def __repr__(self) -> str:
         return f"Config(cache={str(self.cache)!r}, cpu={self.cpu!r}, hub={self.hub!r}, colour={self.colour})"
@@ -44,7 +54,15 @@ def resolve(environ: Mapping[str, str] | None = None) -> Config:
     hub = (env.get("HF_ENDPOINT") or HUB).rstrip("/")
     if urlsplit(hub).scheme not in ("http", "https") or not urlsplit(hub).netloc:
         raise Unsupported(f"HF_ENDPOINT is {hub!r}; it must be an address like {HUB}, or unset.")
-    return Config(_cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"))
+    return Config(_cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"), *_ranks(env))
+
+
+def _ranks(env: Mapping[str, str]) -> tuple[int, int]:
+    """(ranks of the MPI job, this one's number)."""
+    for size, rank in LAUNCHERS:
+        if env.get(size, "").isdigit() and env.get(rank, "").isdigit():
+            return int(env[size]), int(env[rank])
+    return 1, 0
 
 
 def _cache(env: Mapping[str, str]) -> Path:

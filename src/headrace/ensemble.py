@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from headrace import __version__
-from headrace.cluster.handshake import Failure, Hello, Plan, Ready, Stop, difference, threads_each
+from headrace.cluster.handshake import Begin, Failure, Hello, Plan, Ready, Stop, difference, threads_each
 from headrace.cluster.members import CONTROL, Link, Member, MpiHead
 from headrace.cluster.message import Limits
 from headrace.cluster.split import by_shares, by_weight, check, parse, ranges
@@ -39,7 +39,7 @@ GREETING = 300.0
 PARTING = 20.0
 """Seconds a rank that failed waits to be sent home."""
 
-Said = TypeVar("Said", Hello, Plan, Ready)
+Said = TypeVar("Said", Begin, Hello, Plan, Ready)
 
 
 class Dismissed(Exception):
@@ -66,6 +66,8 @@ class Mine:
 
 def lead(path: Path, options: Options, link: Link) -> Parts:
     """Rank 0: bring all ranks together and load. Raises a HeadraceError that names the rank and what is wrong."""
+    for rank in range(1, link.size):
+        link.send(rank, CONTROL, Begin())
     file = open_model(path)
     try:
         model = load_model(file)
@@ -88,13 +90,14 @@ def lead(path: Path, options: Options, link: Link) -> Parts:
     )  # fmt: skip
 
 
-def serve(path: Path, options: Options, link: Link) -> int:
+def serve(find: Callable[[], Path], options: Options, link: Link) -> int:
     """Any other rank, from hello to goodbye; returns the exit status the head gives. Its own failures go to the head.
 
-    Raises Lost when there is no head to tell.
+    find: the model's path, asked for once the head has it. Raises Lost when there is no head to tell.
     """
     try:
-        return _serve(path, options, link)
+        _gather(link, Begin, [0])
+        return _serve(find(), options, link)
     except Lost:
         raise
     except Dismissed as sent:
@@ -119,7 +122,7 @@ def _serve(path: Path, options: Options, link: Link) -> int:
     file = open_model(path)
     try:
         model = load_model(file)
-        link.send(0, CONTROL, _hello(model, options, context_of(model, options.context)))
+        link.send(0, CONTROL, _hello(model, options))
         plan = _gather(link, Plan, [0])[0]
         mine = _load(model, options, plan, link.rank)
         try:
@@ -137,17 +140,17 @@ def _serve(path: Path, options: Options, link: Link) -> int:
 # --- coming together --------------------------------------------------------------------------------------
 
 
-def _hello(model: Model, options: Options, context: int) -> Hello:
+def _hello(model: Model, options: Options) -> Hello:
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     split = options.layer_split or ""
-    return Hello(__version__, model.file.digest(), "", options.kv_bits, context, split, tuple(cpus))
+    return Hello(__version__, model.file.digest(), "", options.kv_bits, split, tuple(cpus))
 
 
 def _agree(link: Link, model: Model, options: Options, context: int) -> Plan:
     """Hear everybody's hello, settle the plan, and tell it. Raises BadMessage for a rank that differs."""
     edges = _edges(model.layers, options.layer_split, link.size)
     others = _gather(link, Hello, range(1, link.size), GREETING)
-    hellos = [_hello(model, options, context), *(others[rank] for rank in range(1, link.size))]
+    hellos = [_hello(model, options), *(others[rank] for rank in range(1, link.size))]
     for rank, hello in enumerate(hellos):
         wrong = difference(hellos[0], hello, f"Rank {link.name(rank).removeprefix('rank ')}")
         if wrong:
@@ -159,7 +162,7 @@ def _agree(link: Link, model: Model, options: Options, context: int) -> Plan:
         )
     threads = threads_each(hellos, link.hosts, asked)
     pages = pages_for(context) * max(1, options.caches)
-    plan = Plan(tuple(a for a, _ in edges), tuple(b for _, b in edges), threads, pages, link.size)
+    plan = Plan(tuple(a for a, _ in edges), tuple(b for _, b in edges), threads, pages, options.rows, link.size)
     for rank in range(1, link.size):
         link.send(rank, CONTROL, plan)
     return plan
@@ -221,6 +224,7 @@ def _load(model: Model, options: Options, plan: Plan, rank: int) -> Mine:
     own = _own(plan, rank)
     device = make_device(options.device, threads=plan.threads[rank], cpu=options.cpu)
     budget = Budget(options.ram)
+    options = replace(options, rows=plan.rows)
     streamed = place(budget, device, model, plan.pages, options, own)
     weights = load_weights(device, model, streamed, options, own)
     shapes = {i: shape for i, shape in kv_shapes(model.layers, options.kv_bits).items() if i in own}

@@ -21,6 +21,7 @@ from headrace.store.find import find
 
 if TYPE_CHECKING:
     from headrace.engine import Engine, Figures, Piece
+    from headrace.setup import Options
 
 MAX_PROMPT = 64 << 20
 """Bytes of a prompt file: past any context, and a wrong file is noticed before it fills the memory."""
@@ -30,19 +31,30 @@ PATIENCE = 1.0
 
 def load(args: argparse.Namespace, **more: Any) -> Engine:
     """The engine that ``options.add_model``'s options describe; the model is fetched first when it has to be."""
-    with Bar() as bar:
-        path = find(args.model, config.resolve(), note, bar)
+    path = find_model(args)
     from headrace.engine import load  # the heavy part: after anything that can fail early
 
     with waiting(f"loading {path.name}"):
-        return load(
-            path,
-            threads=args.threads or system.cores(),
-            context=args.context,
-            kv_bits=args.kv_bits,
-            ram=args.ram,
-            **more,
-        )
+        return load(path, machine_of(args), link=args.link, **more)
+
+
+def find_model(args: argparse.Namespace) -> Path:
+    with Bar() as bar:
+        return find(args.model, config.resolve(), note, bar)
+
+
+def machine_of(args: argparse.Namespace) -> Options:
+    """What ``options.add_machine``'s options say, the same on every rank."""
+    from headrace.setup import Options
+
+    return Options(
+        threads=0 if args.link else system.cores(),
+        rank_threads=args.threads or (),
+        layer_split=args.layer_split,
+        context=args.context,
+        kv_bits=args.kv_bits,
+        ram=args.ram,
+    )
 
 
 # --- the prompt -------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from headrace import __version__
-from headrace.cli.parser import Parser
+from headrace import __version__, config
+from headrace.cli.parser import BadUsage, Parser
 from headrace.errors import HeadraceError
 
 COMMANDS = {
@@ -42,6 +42,7 @@ def parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
         prog="headrace", description=DESCRIPTION, epilog="`headrace COMMAND --help` tells more about a command."
     )
     top.add_argument("--version", action="version", version=f"headrace {__version__}")
+    top.set_defaults(link=None)  # this rank's place among several (cli/ranks.py)
     group = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for name, line in COMMANDS.items():
         sub = group.add_parser(name, help=line)
@@ -57,8 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(argv)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not at exit
         return status
+    except BadUsage as error:
+        if config.resolve().rank == 0:  # every rank has the same command line
+            tell(error)
+        return EXIT_ERROR
     except HeadraceError as error:
-        print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -68,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def tell(error: HeadraceError) -> None:
+    """An error in one line."""
+    print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
 def _run(argv: Sequence[str]) -> int:
     named = [word for word in argv if not word.startswith("-")][:1]
     top = parser(named)
@@ -75,6 +85,10 @@ def _run(argv: Sequence[str]) -> int:
     if args.command is None:
         top.print_help()
         return 0
+    if config.resolve().ranks > 1:
+        from headrace.cli import ranks
+
+        return ranks.run(args, module(args.command))
     return int(module(args.command).run(args))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from headrace.cli.parser import kv_bits, real, size, whole
+from headrace.cli.parser import kv_bits, real, size, thread_counts, whole
 from headrace.run.types import Sampling
 from headrace.store import known
 
@@ -32,9 +32,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_machine(group: argparse._ActionsContainer) -> None:
     """What a model may use of the machine."""
-    threads = "threads that compute (default: one per core)"
-    group.add_argument("-t", "--threads", type=whole(1, 1024), metavar="N", help=threads)
+    threads = "threads that compute (default: one per core); under mpirun also a list, one number for each rank"
+    group.add_argument("-t", "--threads", type=thread_counts, metavar="N", help=threads)
     group.add_argument("--kv-bits", type=kv_bits, default=(16, 16), metavar="K/V", help=KV_HELP)
+    split = "under mpirun: each rank's share of the layers, like 0.1,0.4,0.5 (default: evenly by weight)"
+    group.add_argument("--layer-split", "--mpi-layer-split", metavar="LIST", help=split)
     group.add_argument("--ram", type=size, metavar="SIZE", help=RAM_HELP)
 
 

@@ -118,3 +118,8 @@ def kv_bits(text: str) -> tuple[int, int]:
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers over 0, separated by commas."""
     return tuple(whole(1)(part) for part in text.split(","))
+
+
+def thread_counts(text: str) -> tuple[int, ...]:
+    """Threads of each rank, separated by commas, or one number for all."""
+    return tuple(whole(1, 1024)(part) for part in text.split(","))

@@ -19,6 +19,11 @@ MOST = 64 << 10
 
 
 @dataclass(frozen=True)
+class Begin:
+    """Head to each rank: the model is to be had, say hello."""
+
+
+@dataclass(frozen=True)
 class Hello:
     """Each rank to the head: what it would run, and on what.
 
@@ -29,7 +34,6 @@ class Hello:
     digest: str
     draft: str
     kv_bits: tuple[int, ...]
-    context: int
     split: str
     cpus: tuple[int, ...]
 
@@ -38,13 +42,14 @@ class Hello:
 class Plan:
     """Head to each rank: edges [first, end) of every rank's layers, targets' ranks first, and threads of each rank.
 
-    pages: of the cache. targets: how many of the ranks hold the target model.
+    pages: of the cache. rows: most in a run. targets: how many of the ranks hold the target model.
     """
 
     firsts: tuple[int, ...]
     ends: tuple[int, ...]
     threads: tuple[int, ...]
     pages: int
+    rows: int
     targets: int
 
 
@@ -74,9 +79,9 @@ class Ping:
     """Nothing, but the sender is alive."""
 
 
-Control: TypeAlias = Hello | Plan | Ready | Stop | Failure | Ping
+Control: TypeAlias = Begin | Hello | Plan | Ready | Stop | Failure | Ping
 
-_KINDS: dict[int, type[Any]] = {16: Hello, 17: Plan, 18: Ready, 19: Stop, 20: Failure, 21: Ping}
+_KINDS: dict[int, type[Any]] = {16: Hello, 17: Plan, 18: Ready, 19: Stop, 20: Failure, 21: Ping, 22: Begin}
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
 
@@ -135,7 +140,6 @@ _TOLD: Sequence[tuple[str, str, str]] = (
     ("digest", "has another model file than the head", "give every machine the same file"),
     ("draft", "has another draft model than the head", "give every machine the same file"),
     ("kv_bits", "keeps K and V in {1} bits and the head in {0}", "give every rank the same --kv-bits"),
-    ("context", "has a context of {1} tokens and the head of {0}", "give every rank the same -c"),
     ("split", "was given the layer split {1!r} and the head {0!r}", "give every rank the same --layer-split"),
 )
 

@@ -37,7 +37,7 @@ BEAT = 1.0
 """Seconds without a message to a watched peer after which it is told that this rank lives."""
 PATIENCE = 15.0
 """Seconds of silence after which a watched peer counts as lost."""
-FAREWELL = 10.0
+FAREWELL = 5.0
 """Seconds that leaving may take."""
 NAME = 64
 
@@ -148,7 +148,7 @@ class Link:
             now = time.monotonic()
             if busy:
                 moved = now
-            elif self._leaving and not self._sending:
+            elif self._leaving and not self._outbox and not self._sending:
                 return
             quiet = now - moved
             if quiet < SPIN:

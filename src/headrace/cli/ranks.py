@@ -1,0 +1,42 @@
+"""One command line on several ranks: rank 0 does the command, the others hold their layers and serve."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from types import ModuleType
+
+from headrace import config
+from headrace.cli import generation
+from headrace.cli.parser import BadUsage
+from headrace.errors import Unavailable
+
+TOGETHER = ("run", "chat", "batch", "bench")
+"""Commands that a model over several ranks can do."""
+
+
+def run(args: argparse.Namespace, command: ModuleType) -> int:
+    """This rank's part of the command; returns its exit status."""
+    ranks = config.resolve().ranks
+    if args.command not in TOGETHER:
+        raise BadUsage(f"`headrace {args.command}` is for one process and {ranks} were started; leave mpirun out.")
+    try:
+        from headrace.cluster.mpi import join
+    except ImportError as error:
+        raise Unavailable(
+            f"{ranks} ranks were started and MPI can't be used here ({error}); `pip install 'headrace[mpi]'` on every "
+            "machine, with the MPI that started this."
+        ) from None
+    with join() as link:
+        if link.rank == 0:
+            args.link = link
+            # A launcher passes Ctrl-C on as SIGTERM and kills a moment later: time to end as after Ctrl-C.
+            signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+            return int(command.run(args))
+        from headrace.ensemble import serve
+
+        # These leave when the head says so, or is gone: an interrupt is for the head alone.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        args.link = link
+        return serve(lambda: generation.find_model(args), generation.machine_of(args), link)
