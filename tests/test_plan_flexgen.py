@@ -41,7 +41,7 @@ def t4(table: ModuleType) -> Machine:
 
 
 def test_shares_of_whole_tensors_come_out_as_observed() -> None:
-    """Asked for 20% of OPT-30B on the device, FlexGen puts the attention's output matrix there: 8.3%; of 10%, nothing."""
+    """Asked for 20% of OPT-30B on the device, FlexGen puts one matrix of the attention there: 8.3%; of 10%, none."""
     matrices = opt("30b").layers[1].matrices
 
     def realised(device: float, host: float) -> float:
