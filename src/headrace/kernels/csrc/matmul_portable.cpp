@@ -9,8 +9,8 @@ namespace {
 // One group of 32 codes of a tile, spread, with everything its formula needs.
 struct Group {
   int8_t code[kTile][kGroup];          // centred where the format has a centre
-  float scale[kTile], min[kTile];      // d or d * sub-scale; what is added for each activation
-  int sub[kTile][2], submin[kTile][2]; // of each 16; 1 and 0 where the format has none
+  float scale[kTile], min[kTile];      // d (IQ4_XS: * sub-scale); what is added for each activation
+  int sub[kTile][2], submin[kTile][2]; // of each 16, or sub[][0] of all 32; unset where the format has none
 };
 
 uint8_t code_at(const uint8_t* plane, int bits, int step, int byte) {
@@ -73,7 +73,7 @@ class Tile {
     switch (format_) {
       case Format::Q4_1: case Format::Q5_1: out.min[r] = m; break;
       case Format::Q4_K: case Format::Q5_K:
-        out.scale[r] = d * six_[g * 8 + r], out.min[r] = -(m * six_[64 + g * 8 + r]);
+        out.sub[r][0] = six_[g * 8 + r], out.min[r] = -(m * six_[64 + g * 8 + r]);
         break;
       case Format::IQ4_XS: out.scale[r] = d * static_cast<float>(six_[g * 8 + r] - 32); break;
       case Format::Q2_K: out.min[r] = m; break;
@@ -118,7 +118,9 @@ float add_group(Format f, const Group& w, int r, const int8_t* a, float da, floa
       const float minima = static_cast<float>(w.submin[r][0] * sum16(a) + w.submin[r][1] * sum16(a + 16));
       return std::fma(std::fma(w.scale[r], codes, -(w.min[r] * minima)), da, acc);
     }
-    case Format::Q4_1: case Format::Q5_1: case Format::Q4_K: case Format::Q5_K:
+    case Format::Q4_K: case Format::Q5_K:
+      return std::fma(w.min[r], ds, std::fma(static_cast<float>(w.sub[r][0] * (first + last)), w.scale[r] * da, acc));
+    case Format::Q4_1: case Format::Q5_1:
       return std::fma(w.min[r], ds, std::fma(static_cast<float>(first + last), w.scale[r] * da, acc));
     default: return std::fma(static_cast<float>(first + last), w.scale[r] * da, acc);
   }

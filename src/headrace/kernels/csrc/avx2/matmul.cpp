@@ -59,6 +59,7 @@ void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int6
   for (__m256& v : rest) v = _mm256_setzero_ps();
   const int64_t r1 = r0 + 4 * quads;
   for (int64_t g = 0; g < job.w.k / kGroup; ++g) {
+    if (quads <= 2) tile.prefetch(g);
     spread<F>(tile, g, w);
     tile.scales(g, scales);
     const GroupRows<false> rows(job.q, g);

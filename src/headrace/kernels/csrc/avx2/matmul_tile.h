@@ -16,10 +16,10 @@ constexpr bool by_sixteen(Format f) { return is(f, Format::Q3_K, Format::Q6_K) |
 constexpr bool signed_codes(Format f) { return f == Format::Q8_0 || f >= Format::IQ4_NL; }
 
 template <Format F>
-struct Scales {          // of one group of 8 rows
-  __m256 scale, min;     // d (* sub-scale); what is added for each activation (Q2_K: dmin / 32)
-  __m256i sub[2];        // by 16: sub-scales in both 16-bit halves
-  __m256i submin[2];     // Q2_K
+struct Scales {        // of one group of 8 rows
+  __m256 scale, min;   // d (IQ4_XS: * sub-scale); what is added for each activation (Q2_K: dmin / 32)
+  __m256i sub[2];      // integer sub-scales in both 16-bit halves: of each 16, or sub[0] of all
+  __m256i submin[2];   // Q2_K
 };
 
 // Walks one tile of a packed matrix.
@@ -35,6 +35,16 @@ class Tile {
 
   const uint8_t* low(int64_t g) const { return low_ + g * (kLayout.low / kPer); }
   const uint8_t* high(int64_t g) const { return high_ + g * (kLayout.high / kPer); }
+
+  // Asks for what comes some groups later (in this or the next tile); distances found by trial (docs/log.md).
+  HR_ALWAYS void prefetch(int64_t g) const {
+    const auto fetch = [](const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); };
+    for (int i = 0; i < kLayout.low / kPer; i += 64) fetch(low(g) + 2048 + i);
+    if (kLayout.high) fetch(high(g) + 1024);
+    if (kPer == 1) fetch(meta_ + g * kLayout.meta + 1024);
+    if (kPer > 1 && g % kPer == 0)
+      for (int i = 0; i < kLayout.meta; i += 64) fetch(meta_ + g / kPer * kLayout.meta + 1024 + i);
+  }
 
   // Scales of group g; must be called for g = 0, 1, 2 ... in order.
   HR_ALWAYS void scales(int64_t g, Scales<F>& out) {
@@ -60,7 +70,8 @@ class Tile {
 
   HR_ALWAYS void sub_scales(int g, const uint8_t* meta, Scales<F>& out) {
     if constexpr (has_min(F)) {
-      out.scale = _mm256_mul_ps(d_, to_floats(load_eight(six_ + 8 * g)));
+      out.scale = d_;
+      out.sub[0] = both_halves(load_eight(six_ + 8 * g));
       out.min = _mm256_mul_ps(m_, to_floats(load_eight(six_ + 64 + 8 * g)));
     } else if constexpr (F == Format::IQ4_XS) {
       const __m256i s = _mm256_sub_epi32(to_lanes<1>(load_eight(six_ + 8 * g)), _mm256_set1_epi32(32));
@@ -149,6 +160,10 @@ struct Sum {
       return _mm256_add_epi32(_mm256_madd_epi16(b, _mm256_set1_epi16(256)), widen(rest));
     } else if constexpr (by_sixteen(F)) {
       return _mm256_add_epi32(_mm256_madd_epi16(a, w.sub[0]), _mm256_madd_epi16(b, w.sub[1]));
+    } else if constexpr (F == Format::Q5_K) {
+      return _mm256_add_epi32(_mm256_madd_epi16(a, w.sub[0]), _mm256_madd_epi16(b, w.sub[0]));
+    } else if constexpr (F == Format::Q4_K) {
+      return _mm256_madd_epi16(a, w.sub[0]);
     } else if constexpr (kHalves) {
       return _mm256_add_epi32(widen(a), widen(b));
     }
@@ -203,6 +218,7 @@ HR_ALWAYS void add_single(Tile<F>* tile, int64_t g, const GroupRows<true>& a, __
   Sum<F> sum[T];
   for (int t = 0; t < T; ++t) sum[t].start(a, 0);
   const int8_t* q = a.codes(0);
+  for (int t = 0; t < T; ++t) tile[t].prefetch(g);
   add_quarter<F, T, 0>(tile, g, q, sum), add_quarter<F, T, 1>(tile, g, q, sum);
   add_quarter<F, T, 2>(tile, g, q, sum), add_quarter<F, T, 3>(tile, g, q, sum);
   for (int t = 0; t < T; ++t) {
