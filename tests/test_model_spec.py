@@ -76,6 +76,14 @@ def test_published_models_have_their_published_size(name: str, parameters: int) 
     assert from_config(KNOWN[name]).parameters == parameters
 
 
+def test_late_blocks_have_windows() -> None:
+    on = QWEN2 | {"use_sliding_window": True}
+    assert [b.window for b in from_config(on).blocks] == [0] * 21 + [32768] * 3
+    assert {b.window for b in from_config(QWEN2).blocks} == {0}
+    stated = from_config(on | {"layer_types": ["sliding_attention"] + ["full_attention"] * 23})
+    assert [b.window for b in stated.blocks] == [32768] + [0] * 23
+
+
 def test_a_config_around_a_text_config() -> None:
     assert not from_config(GEMMA | {"tie_word_embeddings": False}).tied
     assert from_config(GEMMA | {"tie_word_embeddings": True, "text_config": GEMMA["text_config"]}).tied
