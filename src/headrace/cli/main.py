@@ -10,6 +10,7 @@ from types import ModuleType
 
 from headrace import __version__, config
 from headrace.cli.parser import BadUsage, Parser
+from headrace.cli.show import EXIT_ERROR, EXIT_INTERRUPTED, tell
 from headrace.errors import HeadraceError
 
 COMMANDS = {
@@ -23,10 +24,6 @@ COMMANDS = {
     "cache": "list or remove fetched models",
 }
 """Command -> one line of help. Each is the module ``headrace.cli.<command>`` with ``add`` and ``run``."""
-
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as a shell reports a program that Ctrl-C ended."""
 
 DESCRIPTION = "Runs large language models bigger than the machine in front of you."
 
@@ -73,11 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def tell(error: HeadraceError) -> None:
-    """An error in one line."""
-    print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-
-
 def _run(argv: Sequence[str]) -> int:
     named = [word for word in argv if not word.startswith("-")][:1]
     top = parser(named)
@@ -90,7 +82,3 @@ def _run(argv: Sequence[str]) -> int:
 
         return ranks.run(args, module(args.command))
     return int(module(args.command).run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from types import ModuleType
 
 from headrace import config
 from headrace.cli import generation
 from headrace.cli.parser import BadUsage
-from headrace.errors import Unavailable
+from headrace.cli.show import EXIT_ERROR, EXIT_INTERRUPTED, tell
+from headrace.errors import HeadraceError, Unavailable
 
 TOGETHER = ("run", "chat", "batch", "bench")
 """Commands that a model over several ranks can do."""
@@ -32,7 +34,8 @@ def run(args: argparse.Namespace, command: ModuleType) -> int:
             args.link = link
             # A launcher passes Ctrl-C on as SIGTERM and kills a moment later: time to end as after Ctrl-C.
             signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-            return int(command.run(args))
+            link.status = _lead(args, command)
+            return link.status
         from headrace.ensemble import serve
 
         # These leave when the head says so, or is gone: an interrupt is for the head alone.
@@ -40,3 +43,16 @@ def run(args: argparse.Namespace, command: ModuleType) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         args.link = link
         return serve(lambda: generation.find_model(args), generation.machine_of(args), link)
+
+
+def _lead(args: argparse.Namespace, command: ModuleType) -> int:
+    """The command itself; an error is told at once, as leaving may take long when a rank is lost."""
+    try:
+        status = int(command.run(args))
+        sys.stdout.flush()
+        return status
+    except HeadraceError as error:
+        tell(error)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED

@@ -6,6 +6,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from headrace.errors import HeadraceError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as a shell reports a program that Ctrl-C ended."""
 UNITS = ("kB", "MB", "GB", "TB")
 
 
@@ -28,6 +33,11 @@ def table(rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def tell(error: HeadraceError) -> None:
+    """An error in one line."""
+    note(f"headrace: {' '.join(str(error).split())}")
 
 
 def note(line: str) -> None:

@@ -51,6 +51,7 @@ class Link:
 
     def __init__(self) -> None:
         self.rank = 0
+        self.status = 2
         self.hosts: tuple[str, ...] = ()
         self.limits: dict[int, Limits] = {}
         self.sent: Counter[tuple[int, str]] = Counter()
@@ -270,20 +271,15 @@ def join() -> Iterator[Link]:
     """Be one rank of the job for as long as the block lasts; at its end the head (rank 0) sends everybody home.
 
     On another rank the block is ``serve``, which returns when the head says so. Everyone watches the head, and the
-    head everyone.
+    head everyone. ``link.status`` is what the head tells the others to exit with.
     """
     link = Link()
     others = range(1, link.size)
     link.watch(others if link.rank == 0 else [0])
-    status = 2
     try:
         yield link
-        status = 0
-    except KeyboardInterrupt:
-        status = 130
-        raise
     finally:
         if link.rank == 0:
             for rank in others:
-                link.send(rank, CONTROL, Stop(status))
+                link.send(rank, CONTROL, Stop(link.status))
         link.leave()
