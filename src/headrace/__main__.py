@@ -1,7 +1,29 @@
-"""``python -m headrace``."""
+"""``headrace`` and ``python -m headrace``: as little as possible until Ctrl-C is taken care of."""
 
+from __future__ import annotations
+
+import signal
 import sys
 
-from headrace.cli.main import main
 
-sys.exit(main())
+def start() -> int:
+    """Run the command line. Until it has begun, and once it is done, Ctrl-C ends the process without a traceback."""
+    wanted = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if wanted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from headrace.cli.main import main
+    from headrace.cli.show import EXIT_INTERRUPTED
+
+    try:
+        if wanted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = main()
+        if wanted:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(start())
