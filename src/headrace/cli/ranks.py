@@ -34,8 +34,8 @@ def run(args: argparse.Namespace, command: ModuleType) -> int:
             args.link = link
             # A launcher passes Ctrl-C on as SIGTERM and kills a moment later: time to end as after Ctrl-C.
             signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-            link.status = _lead(args, command)
-            return link.status
+            status = link.status = _lead(args, command)
+            return status
         from headrace.ensemble import serve
 
         # These leave when the head says so, or is gone: an interrupt is for the head alone.

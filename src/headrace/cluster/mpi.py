@@ -1,7 +1,7 @@
 """MPI, owned by one thread a process: it initialises, sends, polls and finalises; nobody else calls MPI.
 
 So the lowest level of thread support is enough. The thread polls with Improbe, spins for 50 us after traffic and then
-sleeps between polls, a 64th of the silence so far, from 50 us to 5 ms: a reply is found late by at most a few per
+sleeps between polls, a 64th of the silence so far, from 50 us to 10 ms: a reply is found late by at most a few per
 cent of what was waited for, and an idle rank costs next to nothing (a blocked Recv burns a core).
 """
 
@@ -29,7 +29,7 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 SPIN = 50e-6
-LEAST, LONGEST = 50e-6, 5e-3
+LEAST, LONGEST = 50e-6, 10e-3
 """Seconds between polls."""
 EAGER = 64 << 10
 """Larger messages are received while others go on."""
@@ -51,7 +51,7 @@ class Link:
 
     def __init__(self) -> None:
         self.rank = 0
-        self.status = 2
+        self.status: int | None = None
         self.hosts: tuple[str, ...] = ()
         self.limits: dict[int, Limits] = {}
         self.sent: Counter[tuple[int, str]] = Counter()
@@ -60,7 +60,7 @@ class Link:
         self._outbox: deque[tuple[int, int, Message | Control]] = deque()
         self._inbox: deque[Arrival] = deque()
         self._wake, self._arrived = threading.Lock(), threading.Lock()
-        self._leaving = self._left = False
+        self._leaving = self._left = self._lost = False
         self._sending: list[tuple[Any, bytes]] = []
         self._incoming: list[tuple[int, int, Any, memoryview]] = []
         self._status = MPI.Status()
@@ -106,7 +106,7 @@ class Link:
         _release(self._wake)
 
     def leave(self) -> bool:
-        """Send what is queued and leave MPI, which waits for all other ranks. False when that took too long."""
+        """Send what is queued and leave MPI, waiting for all other ranks unless one is lost. False: it took too long."""
         self._watched = {}
         self._leaving = True
         _release(self._wake)
@@ -132,7 +132,8 @@ class Link:
             self.hosts = tuple(name.decode(errors="replace") for name in some)
             started.set()
             self._work(comm)
-            MPI.Finalize()
+            if not self._lost:  # it would wait for the lost
+                MPI.Finalize()
             self._left = True
         except HeadraceError as error:
             self._tell(-1, error)
@@ -159,10 +160,11 @@ class Link:
             self._wake.acquire(timeout=LEAST if waiting else min(max(quiet / 64, LEAST), LONGEST))
 
     def _post(self, comm: MPI.Intracomm) -> bool:
-        """Start sending what is queued; forget what is sent."""
-        busy = bool(self._outbox)
+        """Start sending what is queued; forget what is sent. Whether there was anything but pings, as ``_collect``."""
+        busy = False
         while self._outbox:
             rank, to, what = self._outbox.popleft()
+            busy |= not isinstance(what, Ping)
             data = handshake.pack(what) if to == CONTROL else message.pack(what)  # type: ignore[arg-type]
             self._sending.append((comm.Isend([data, MPI.BYTE], rank, to - CONTROL), data))
             self._spoken[rank] = time.monotonic()
@@ -176,7 +178,6 @@ class Link:
         """Take what has come. Messages of one source stay in order, but for cancels."""
         status, busy = self._status, False
         while (probed := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
-            busy = True
             source, to, size = status.Get_source(), status.Get_tag() + CONTROL, status.Get_count(MPI.BYTE)
             if not 0 <= size <= MOST:
                 raise MPI.Exception(MPI.ERR_COUNT)
@@ -188,8 +189,9 @@ class Link:
                 request = probed.Irecv([buffer, MPI.BYTE])
             if self._incoming or request is not None:
                 self._incoming.append((source, to, request, buffer))
+                busy = True
             else:
-                self._deliver(source, to, buffer)
+                busy |= self._deliver(source, to, buffer)
         if self._incoming:
             busy |= self._complete()
         return busy
@@ -210,25 +212,27 @@ class Link:
         self._incoming = left
         return delivered
 
-    def _deliver(self, source: int, to: int, data: memoryview) -> None:
-        """Unpack a message into the inbox."""
+    def _deliver(self, source: int, to: int, data: memoryview) -> bool:
+        """Unpack a message into the inbox; False for a ping, which is none for anybody."""
         if source in self._watched:
             self._watched[source] = time.monotonic()
         try:
             if to == CONTROL:
                 said = handshake.unpack(data)
-                if not isinstance(said, Ping):
-                    self._tell(source, said)
-                return
+                if isinstance(said, Ping):
+                    return False
+                self._tell(source, said)
+                return True
             limits = self.limits.get(to)
             if limits is None:
                 raise BadMessage("a message is for somebody who isn't here")
             found = message.unpack(data, limits)
         except BadMessage as error:
             self._tell(source, BadMessage(f"From {self.name(source)}: {error}."))
-            return
+            return True
         self._inbox.append(Arrival(source, to, found))
         _release(self._arrived)
+        return True
 
     def _tell(self, source: int, what: Control | HeadraceError) -> None:
         self._inbox.append(Arrival(source, CONTROL, what))
@@ -245,6 +249,7 @@ class Link:
                 self._spoken[rank] = now
             if now - heard > PATIENCE:
                 del self._watched[rank]
+                self._lost = True
                 self._tell(rank, Lost(_SILENT.format(_first_upper(self.name(rank)), PATIENCE)))
 
 
@@ -271,15 +276,16 @@ def join() -> Iterator[Link]:
     """Be one rank of the job for as long as the block lasts; at its end the head (rank 0) sends everybody home.
 
     On another rank the block is ``serve``, which returns when the head says so. Everyone watches the head, and the
-    head everyone. ``link.status`` is what the head tells the others to exit with.
+    head everyone. ``link.status``: what the head tells the others to exit with.
     """
     link = Link()
     others = range(1, link.size)
     link.watch(others if link.rank == 0 else [0])
     try:
         yield link
+        link.status = link.status or 0
     finally:
         if link.rank == 0:
             for rank in others:
-                link.send(rank, CONTROL, Stop(link.status))
+                link.send(rank, CONTROL, Stop(2 if link.status is None else link.status))
         link.leave()
