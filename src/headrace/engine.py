@@ -173,7 +173,7 @@ class Engine:
         if job is None or job.finish:
             return
         self.parts.loop.submit(Withdraw(request))
-        while not job.finish or (self.head.idle and not self.parts.loop.idle):
+        while not job.finish or not (self.head.live or self.head.waiting or self.parts.loop.idle):
             self.work()
 
     def interrupt(self) -> None:

@@ -6,19 +6,27 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.cli.generation import interruptible, load
 from headrace.cli.options import add_model
 from headrace.cli.parser import whole
-from headrace.jobs.batch import Batch, Report
-from headrace.memory.budget import human
+from headrace.cli.show import human, note
+from headrace.store import known
+
+if TYPE_CHECKING:
+    from headrace.jobs.batch import Report
+
+FAILED = 1
+"""Exit status when every row has its line but some of them are error rows."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Computes every row of an OpenAI batch file (custom_id, method, url, body for /v1/chat/completions and "
         "/v1/completions) and writes the result lines in the same order. Killed at any moment, the same command goes "
-        "on where it was: finished rows are kept in OUTPUT.state until the output is written."
+        "on where it was: finished rows are kept in OUTPUT.state until the output is written. Exit status 1: all done, "
+        "but some rows were bad and have an error in their line."
     )
     parser.add_argument("input", type=Path, help="batch file, one JSON object a line")
     parser.add_argument("-o", "--output", type=Path, required=True, help="result file; must not exist yet")
@@ -66,23 +74,29 @@ def line(report: Report) -> str:
     return ", ".join(parts)
 
 
+def names_of(given: str | None, name: str) -> tuple[str, ...]:
+    """What rows may call the model: its own name, and the command line's, with or without folder and end."""
+    text = given or known.DEMO.name
+    path = Path(text.removeprefix("hf:"))
+    return tuple(dict.fromkeys(n for n in (name, text, str(path), path.name, path.stem) if n))
+
+
 def run(args: argparse.Namespace) -> int:
     """Compute the job; 0 when every row was answered, 1 when some became error rows."""
+    from headrace.jobs.batch import Batch
+
     progress = Progress()
-    with (
-        load(args, sequences=args.sequences, caches=0, runs=args.runs, rows=args.rows) as engine,
-        interruptible(engine),
-    ):
-        names = (
-            None if args.any_model else (engine.parts.name, Path(args.model or "").name, Path(args.model or "").stem)
-        )
+    with load(args, sequences=args.sequences, caches=0, runs=args.runs, rows=args.rows) as engine:
+        names = None if args.any_model else names_of(args.model, engine.parts.name)
         batch = Batch(engine, args.input, args.output, args.seed, names, args.restart, progress)
         try:
-            report = batch.run()
+            with interruptible(batch):
+                report = batch.run()
         except KeyboardInterrupt:
-            print("\nstopped; the same command goes on from here", file=sys.stderr)
+            note("\nstopped; the same command goes on from here")
             raise
     if progress.live:
-        print(file=sys.stderr)
-    print(line(report), file=sys.stderr)
-    return 1 if report.failed else 0
+        note("")
+    done_before = report.resumed == report.total
+    note(f"{args.output} is there already, complete" if done_before else line(report))
+    return FAILED if report.failed else 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace import config, system
 from headrace.cli.show import Bar, human, note
@@ -110,8 +110,14 @@ def unescape(text: str) -> str:
 # --- while it runs ----------------------------------------------------------------------------------------
 
 
+class Interruptible(Protocol):
+    """An engine, or a job that runs on one."""
+
+    def interrupt(self) -> None: ...
+
+
 @contextmanager
-def interruptible(engine: Engine) -> Iterator[None]:
+def interruptible(work: Interruptible) -> Iterator[None]:
     """Ctrl-C ends the request under way within a layer, as a normal finish; a second one ends the program."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:  # as under nohup: whoever started us doesn't want it
@@ -124,7 +130,7 @@ def interruptible(engine: Engine) -> Iterator[None]:
         if pressed:
             raise KeyboardInterrupt
         pressed = True
-        engine.interrupt()
+        work.interrupt()
 
     signal.signal(signal.SIGINT, handle)
     try:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.engine import Job
 from headrace.jobs.asked import CHAT, Asked
 from headrace.run.types import Emit
+from headrace.text.stream import Stream
 from headrace.text.tokenizer import Tokenizer
 
 REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+"""Ends of a request that give an answer, and what the API calls them."""
+NEVER = -9999.0
+"""The API's log-probability of what can't be."""
 
 
-def row_id(job_key: str, line: int) -> str:
+def row_id(key: str, line: int) -> str:
     """The same row of the same job always has the same id."""
-    return "batch_req_" + hashlib.sha256(f"{job_key}\0{line}".encode()).hexdigest()[:24]
+    return "batch_req_" + hashlib.sha256(f"{key}\0{line}".encode()).hexdigest()[:24]
 
 
-def failed(job_key: str, line: int, custom_id: str | None, code: str, message: str) -> str:
+def failed(key: str, line: int, custom_id: str | None, code: str, message: str) -> str:
     """A row that can't be honoured, in a sentence."""
     return _dump(
         {
-            "id": row_id(job_key, line),
+            "id": row_id(key, line),
             "custom_id": custom_id,
             "response": None,
             "error": {"code": code, "message": message},
@@ -33,10 +38,10 @@ def failed(job_key: str, line: int, custom_id: str | None, code: str, message: s
 
 
 def answered(
-    job_key: str, line: int, asked: Asked, jobs: Sequence[Job], tokenizer: Tokenizer, model: str, created: int
+    key: str, line: int, asked: Asked, jobs: Sequence[Job], tokenizer: Tokenizer, model: str, created: int
 ) -> str:
-    """A row that was computed; ``jobs``: one per choice."""
-    number = row_id(job_key, line)
+    """A row that was computed; ``jobs``: one per choice. created: seconds since 1970, the same in the whole job."""
+    number = row_id(key, line)
     chat = asked.url == CHAT
     prompt = jobs[0].figures.prompt_tokens
     completion = sum(len(job.tokens) for job in jobs)
@@ -45,26 +50,31 @@ def answered(
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [_choice(chat, i, job, tokenizer) for i, job in enumerate(jobs)],
+        "choices": [_choice(asked, i, job, tokenizer) for i, job in enumerate(jobs)],
         "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
     }
     response = {"status_code": 200, "request_id": number, "body": body}
     return _dump({"id": number, "custom_id": asked.custom_id, "response": response, "error": None})
 
 
-def _choice(chat: bool, index: int, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
+def _choice(asked: Asked, index: int, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
     text = "".join(job.text)
     shared = {"index": index, "finish_reason": REASONS[job.finish]}
-    if chat:
-        content = [_chat_token(c, tokenizer) for c in job.choices] if job.choices else None
-        logprobs = {"content": content, "refusal": None} if content is not None else None
+    wanted = asked.sampling.logprobs > 0
+    if asked.url == CHAT:
+        content = [_chat_token(c, tokenizer) for c in job.choices]
+        logprobs = {"content": content, "refusal": None} if wanted else None
         return {**shared, "message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
-    return {**shared, "text": text, "logprobs": _text_tokens(job.choices, tokenizer) if job.choices else None}
+    return {**shared, "text": text, "logprobs": _text_tokens(job.choices, tokenizer) if wanted else None}
 
 
 def _named(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+    return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else NEVER
 
 
 def _chat_token(choice: Emit, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -73,20 +83,30 @@ def _chat_token(choice: Emit, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _text_tokens(choices: Sequence[Emit], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The older shape: parallel lists."""
-    tokens = [tokenizer.token_bytes(c.token).decode("utf-8", "replace") for c in choices]
+    """The older shape: parallel lists. text_offset: characters of the answer before the token's first whole one."""
+    stream = Stream(tokenizer)
     offsets, at = [], 0
-    for token in tokens:
+    for choice in choices:
         offsets.append(at)
-        at += len(token)
-    top = [{tokenizer.token_bytes(t).decode("utf-8", "replace"): p for t, p in c.top} for c in choices]
+        at += len(stream.push(choice.token))
     return {
-        "tokens": tokens,
-        "token_logprobs": [c.logprob for c in choices],
-        "top_logprobs": top,
+        "tokens": [_spelt(c.token, tokenizer) for c in choices],
+        "token_logprobs": [_finite(c.logprob) for c in choices],
+        "top_logprobs": [{_spelt(t, tokenizer): _finite(p) for t, p in c.top} for c in choices],
         "text_offset": offsets,
     }
 
 
+def _spelt(token: int, tokenizer: Tokenizer) -> str:
+    """A token's text; one that is a part of a character as the API writes it, ``bytes:\\xe2``."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+
+
 def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """JSON in Unicode; an unpaired surrogate, which a row may quote, stays the escape it came as."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace").decode()

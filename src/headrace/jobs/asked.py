@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,6 @@ from headrace.run.types import Sampling
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-MAX_LINE = 16 << 20
-"""Bytes of one row; more is refused before it is parsed."""
 
 _COMMON = frozenset(
     {
@@ -35,10 +34,13 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "stream": (False, None),
     "response_format": ({"type": "text"}, None),
     "echo": (False, None),
-    "best_of": (1, None),
     "suffix": (None, ""),
 }
 """Fields known to us of which only the value that changes nothing can be honoured."""
+_KINDS = {str: "a string", int: "a whole number", bool: "true or false", dict: "an object"}
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 60
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,9 @@ def derived_seed(job_seed: int, custom_id: str) -> int:
 
 
 def parse_line(line: bytes) -> Mapping[str, Any]:
-    """A line as a JSON object; BadRequest when it isn't one."""
-    if len(line) > MAX_LINE:
-        raise BadRequest(f"The line has {len(line)} bytes; at most {MAX_LINE} are taken.")
+    """A line as a JSON object (RFC 8259, in UTF-8, no name twice); BadRequest when it isn't one."""
     try:
-        row = json.loads(line, parse_constant=_no_constant)
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as e:
         raise BadRequest(f"The line is no valid JSON ({e}).") from None
     if not isinstance(row, dict):
@@ -78,6 +78,19 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{shown(next(n for n in names if names.count(n) > 1))} stands twice in an object")
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value out of a row, fit for a message: short, however long or deep it is."""
+    return _brief.repr(value)
 
 
 def custom_id_of(row: Mapping[str, Any]) -> str:
@@ -96,21 +109,25 @@ def understand(row: Mapping[str, Any], job_seed: int) -> Asked:
     custom_id = custom_id_of(row)
     unknown = sorted(set(row) - {"custom_id", "method", "url", "body"})
     if unknown:
-        raise BadRequest(f"The row has a field {unknown[0]!r} that is not known; leave it out.")
+        raise BadRequest(f"The row has a field {shown(unknown[0])} that is not known; leave it out.")
     if row.get("method") != "POST":
-        raise BadRequest(f"method is {row.get('method')!r}; it must be 'POST'.")
+        raise BadRequest(f"method is {shown(row.get('method'))}; it must be 'POST'.")
     url = row.get("url")
-    if url not in _OWN:
-        raise BadRequest(f"url is {url!r}; it must be {CHAT} or {TEXT}.")
+    if not isinstance(url, str) or url not in _OWN:
+        raise BadRequest(f"url is {shown(url)}; it must be {CHAT} or {TEXT}.")
     body = row.get("body")
     if not isinstance(body, dict):
         raise BadRequest("body must be an object.")
     unknown = sorted(set(body) - _OWN[url])
     if unknown:
-        raise BadRequest(f"body has a field {unknown[0]!r} that is not known for {url}; leave it out.")
+        raise BadRequest(f"body has a field {shown(unknown[0])} that is not known for {url}; leave it out.")
     for name, good in _ONLY.items():
-        if name in body and body[name] not in good:
-            raise BadRequest(f"{name} {body[name]!r} can't be honoured here; leave it out.")
+        if name in body and not any(type(body[name]) is type(g) and body[name] == g for g in good):
+            raise BadRequest(f"{name} {shown(body[name])} can't be honoured here; leave it out.")
+    _text(body, "user")  # a mark for the provider's books: it changes nothing, but must be what it says
+    choices = _whole(body, "n", 1, 1, 128)
+    if _whole(body, "best_of", choices, 1, 128) != choices:
+        raise BadRequest(f"best_of is {body['best_of']}; it can only be the same as n here.")
     prompt, messages = (_prompt(body), None) if url == TEXT else (None, _messages(body))
     return Asked(
         custom_id,
@@ -122,7 +139,7 @@ def understand(row: Mapping[str, Any], job_seed: int) -> Asked:
         _sampling(body, url, derived_seed(job_seed, custom_id)),
         _stops(body),
         bool(_kind(body, "ignore_eos", bool, False)),
-        _whole(body, "n", 1, 1, 128),
+        choices,
     )
 
 
@@ -131,7 +148,7 @@ def _kind(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     if value is None:
         return default
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise BadRequest(f"{name} is {value!r}; it must be a {kind.__name__}.")
+        raise BadRequest(f"{name} is {shown(value)}; it must be {_KINDS[kind]}.")
     return value
 
 
@@ -143,7 +160,7 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
 def _whole(body: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
     value: int = _kind(body, name, int, default)
     if not low <= value <= high:
-        raise BadRequest(f"{name} is {value}; it must be from {low} to {high}.")
+        raise BadRequest(f"{name} is {shown(value)}; it must be from {low} to {high}.")
     return value
 
 
@@ -151,15 +168,25 @@ def _real(body: Mapping[str, Any], name: str, default: float, low: float, high: 
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRequest(f"{name} is {value!r}; it must be a number.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value := _float(value)):
+        raise BadRequest(f"{name} is {shown(value)}; it must be a number.")
     if not low <= value <= high:
-        raise BadRequest(f"{name} is {value}; it must be from {low} to {high}.")
+        raise BadRequest(f"{name} is {shown(value)}; it must be from {low:g} to {high:g}.")
     return float(value)
+
+
+def _float(value: float) -> float:
+    """JSON's whole numbers have no limit, floating ones do."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        return str(prompt[0])
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt):
@@ -213,12 +240,12 @@ def _sampling(body: Mapping[str, Any], url: str, seed: int) -> Sampling:
 
 def _bias(body: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     bias = _kind(body, "logit_bias", dict, {})
-    found = []
-    for key in sorted(bias):
-        if not key.isdecimal() or len(key) > 9:
-            raise BadRequest(f"logit_bias has the key {key!r}; keys are token ids.")
-        found.append((int(key), _real(bias, key, 0.0, -100.0, 100.0)))
-    return tuple(found)
+    found: dict[int, float] = {}
+    for key in bias:
+        if not (key.isascii() and key.isdecimal()) or len(key) > 9 or (key[0] == "0" and len(key) > 1):
+            raise BadRequest(f"logit_bias has the key {shown(key)}; keys are token ids.")
+        found[int(key)] = _real(bias, key, 0.0, -100.0, 100.0)
+    return tuple(sorted(found.items()))
 
 
 def _logprobs(body: Mapping[str, Any], url: str) -> int:
@@ -226,7 +253,7 @@ def _logprobs(body: Mapping[str, Any], url: str) -> int:
     if url == TEXT:
         return 0 if body.get("logprobs") is None else 1 + _whole(body, "logprobs", 0, 0, 5)
     wanted = _kind(body, "logprobs", bool, False)
-    top = _whole(body, "top_logprobs", 0, 0, 19)
+    top = _whole(body, "top_logprobs", 0, 0, 20)
     if top and not wanted:
         raise BadRequest("top_logprobs needs logprobs to be true.")
     return 1 + top if wanted else 0

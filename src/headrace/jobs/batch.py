@@ -1,25 +1,30 @@
 """A batch job: an OpenAI batch file in, its result lines out; killed at any moment, it goes on where it was.
 
 Every finished row is on the disk before it counts. The output file is written whole at the end, in the input's
-order; until then the rows are in ``<output>.state``. A row's text depends on the row and the job's seed alone.
+order; until then the rows are in ``<output>.state``. A row's text depends on the row, the model and the job's seed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.engine import Engine, Job
-from headrace.errors import BadFile, BadRequest, HeadraceError
+from headrace.errors import BadFile, BadRequest, HeadraceError, Unavailable
 from headrace.formats.files import atomic
-from headrace.jobs.answer import answered, failed
+from headrace.jobs.answer import REASONS, answered, failed, row_id
 from headrace.jobs.asked import Asked, custom_id_of, parse_line, understand
-from headrace.jobs.state import State
+from headrace.jobs.rows import MAX_LINE, RowFile
+from headrace.jobs.state import Outcome, State, discard
 from headrace.memory.stream import Streamed
 from headrace.text.template import ChatTemplate
+
+TOGETHER = 256
+"""Bad rows that are kept in one go; a good one never waits for another."""
 
 
 @dataclass(frozen=True)
@@ -47,213 +52,248 @@ class Report:
         return self.seconds / done * (self.total - self.rows) if done else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Row:
-    """A row being computed."""
+    """A row being computed: one request for each of its choices."""
 
     line: int
     asked: Asked
-    jobs: list[Job]
+    jobs: tuple[Job, ...]
 
 
-@dataclass
 class Batch:
-    """Run with ``run()``. source, target: input and output files; seed: the job's; names: model names rows may ask for.
+    """One job; ``run()`` does it. From a signal handler, ``interrupt()`` stops it within a layer."""
 
-    names None: a row may name any model (people's files name the one they were written for).
-    """
+    def __init__(
+        self,
+        engine: Engine,
+        source: Path,
+        target: Path,
+        seed: int = 0,
+        names: tuple[str, ...] | None = None,
+        restart: bool = False,
+        tell: Callable[[Report], None] | None = None,
+    ) -> None:
+        """source, target: input and output files. seed: the job's, from which each row's own is derived.
 
-    engine: Engine
-    source: Path
-    target: Path
-    seed: int = 0
-    names: tuple[str, ...] | None = None
-    restart: bool = False
-    tell: Callable[[Report], None] | None = None
-    _open: list[_Row] = field(default_factory=list)
-    _tokens: int = 0
+        names: of models that rows may ask for; None: any (people's files name the one they were written for).
+        restart: throw away what an earlier run of this output left. tell: hears how it goes, often.
+        """
+        self.engine = engine
+        self.source = source
+        self.target = target
+        self.seed = seed
+        self.names = names
+        self.restart = restart
+        self.tell = tell
+        self._key = ""
+        self._template: ChatTemplate | None = None
+        self._open: list[_Row] = []
+        self._outcomes: list[Outcome] = []
+        self._tokens = 0
+        self._created = 0
+        self._stop = False
+
+    def interrupt(self) -> None:
+        """Stop: ``run`` gives back what is under way and raises KeyboardInterrupt."""
+        self._stop = True
+        self.engine.interrupt()
 
     def run(self) -> Report:
-        """Compute every row that isn't done, then write the output. Raises BadFile, BadRequest for the whole job."""
-        key, total = self._scan()
-        self._state = self._claimed(key)
-        try:
-            self._key, self._total = key, total
-            self._created = int(self.source.stat().st_mtime)
-            self._template = _template_of(self.engine)
-            self._resumed = self._state.progress().rows
-            self._started = time.perf_counter()
+        """Compute every row that isn't done, then write the output. A HeadraceError says why the whole job can't go on.
+
+        When the output of this very job is there already, nothing is done.
+        """
+        path = self._state_path()
+        rows = RowFile.open(self.source)
+        facts = self._facts(rows)
+        self._key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        if self.target.exists() and not self.restart:
+            return self._done_before(rows.total)
+        self._template = _template_of(self.engine)
+        with State(path, anew=self.restart) as state:
+            if self.restart:
+                self.target.unlink(missing_ok=True)
+            # The input's time, so that the output is the same however often and wherever the job was started.
+            self._created = int(state.claim(facts, {"created": str(rows.changed // 10**9)})["created"])
+            started, resumed = time.perf_counter(), state.progress().rows
             try:
-                self._compute()
+                self._compute(rows, state, lambda: self._report(state, rows.total, started, resumed))
             finally:
                 for row in self._open:
                     for job in row.jobs:
                         self.engine.cancel(job.request.id)
-            with atomic(self.target) as out:
-                for result in self._state.results():
-                    out.write(result.encode() + b"\n")
-            return self.report()
-        finally:
-            self._state.close()
-            if self._finished:
-                _remove_state(self._state.path)
+                        self.engine.forget(job)
+                self._open.clear()
+            self._write(state)
+            state.remove()
+            return self._report(state, rows.total, started, resumed)
 
-    @property
-    def _finished(self) -> bool:
-        return self.target.exists() and getattr(self, "_done", 0) == self._total
+    # --- files ------------------------------------------------------------------------------------------
 
-    def report(self) -> Report:
-        progress = self._state.progress()
-        self._done = progress.rows
-        seconds = time.perf_counter() - self._started
-        weights = self.engine.parts.weights
-        streams = isinstance(weights, Streamed)
-        return Report(
-            progress.rows, self._total, progress.failed, self._tokens, seconds,
-            weights.read_bytes if isinstance(weights, Streamed) else 0,
-            weights.waited / seconds if streams and isinstance(weights, Streamed) and seconds > 0 else None,
-            self._resumed,
-        )  # fmt: skip
-
-    # --- input and state --------------------------------------------------------------------------------
-
-    def _scan(self) -> tuple[str, int]:
-        """SHA-256 of the input and its number of rows."""
-        digest, rows = hashlib.sha256(), 0
-        try:
-            with self.source.open("rb") as f:
-                for line in f:
-                    digest.update(line)
-                    rows += bool(line.strip())
-        except OSError as e:
-            raise BadFile(f"{self.source}: the batch file can't be read ({e.strerror}); check the path.") from None
-        if not rows:
-            raise BadFile(f"{self.source}: the batch file has no rows; write one JSON object a line.")
-        return digest.hexdigest(), rows
-
-    def _claimed(self, key: str) -> State:
-        path = self.target.with_name(self.target.name + ".state")
-        if self.restart:
-            _remove_state(path)
-            self.target.unlink(missing_ok=True)
-        if self.target.exists() and not path.exists():
-            raise BadRequest(f"{self.target} is there already; choose another output file, or --restart to replace it.")
+    def _state_path(self) -> Path:
+        """Where the state is kept; BadFile or BadRequest when the output can't be what it is said to be."""
         if not self.target.parent.is_dir():
             raise BadFile(f"{self.target.parent}: there is no such folder for the output; make it first.")
-        state = State(path)
+        if self.target.is_dir():
+            raise BadFile(f"{self.target}: is a folder; name a file for the output.")
+        path = self.target.with_name(self.target.name + ".state")
+        if self.source.exists() and any(p.exists() and p.samefile(self.source) for p in (self.target, path)):
+            raise BadRequest(f"{self.target}: is the input itself; choose another output file.")
+        return path
+
+    def _facts(self, rows: RowFile) -> dict[str, str]:
+        """What the results depend on; a job is resumed only when all of it is the same."""
         parts = self.engine.parts
-        facts = {
-            "input": key,
+        return {
+            "input": rows.digest,
             "model": parts.model.file.digest(),
             "seed": str(self.seed),
             "context": str(parts.context),
             "KV bits": f"{parts.kv_bits[0]}/{parts.kv_bits[1]}",
+            "model names": "any" if self.names is None else "checked",
         }
-        try:
-            state.claim(facts)
-        except BaseException:
-            state.close()
-            raise
-        return state
 
-    def _rows(self) -> Iterator[tuple[int, Asked | None]]:
-        """Lines not done yet, checked; a bad one is finished as an error row at once (None)."""
-        done = self._state.lines()
+    def _done_before(self, total: int) -> Report:
+        """The report of a job whose output is there; BadRequest when that is another job's, or no output at all."""
+        found = []
+        try:
+            with self.target.open("rb") as f:
+                for line in f:
+                    row = json.loads(line)
+                    found.append(row["error"] is not None)
+                    if row["id"] != row_id(self._key, len(found)):
+                        raise ValueError
+            if len(found) != total:
+                raise ValueError
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            raise BadRequest(
+                f"{self.target} is there already, and isn't this job's output; choose another output file, or "
+                "--restart to replace it."
+            ) from None
+        discard(self._state_path())
+        return Report(total, total, sum(found), 0, 0.0, 0, None, total)
+
+    def _write(self, state: State) -> None:
+        try:
+            with atomic(self.target) as out:
+                for result in state.results():
+                    out.write(result.encode() + b"\n")
+        except OSError as e:
+            raise Unavailable(
+                f"{self.target}: the output can't be written ({e.strerror or e}); make room, then give the same "
+                f"command again: every row is kept in {state.path.name}."
+            ) from None
+
+    # --- rows -------------------------------------------------------------------------------------------
+
+    def _rows(self, rows: RowFile, done: set[int]) -> Iterator[tuple[int, Asked | None]]:
+        """Lines not done yet, checked; a bad one becomes an error row at once (None)."""
         seen: set[bytes] = set()
-        number = 0
-        with self.source.open("rb") as f:
-            for line in f:
-                if not line.strip():
+        for line, data in rows.rows():
+            custom_id = None
+            try:
+                if data is None:
+                    raise BadRequest(f"The line has over {MAX_LINE >> 20} MiB; shorten the row.")
+                row = parse_line(data)
+                custom_id = custom_id_of(row)
+                mark = hashlib.sha256(custom_id.encode()).digest()[:16]
+                if mark in seen:
+                    raise BadRequest("custom_id stands in an earlier row too; give each row its own.")
+                seen.add(mark)
+                if line in done:
                     continue
-                number += 1
-                custom_id = None
-                try:
-                    row = parse_line(line)
-                    custom_id = custom_id_of(row)
-                    mark = hashlib.sha256(custom_id.encode()).digest()[:12]
-                    if mark in seen:
-                        raise BadRequest(f"custom_id {custom_id!r} stands in an earlier row too; each must be unique.")
-                    seen.add(mark)
-                    if number in done:
-                        continue
-                    asked = understand(row, self.seed)
-                    if self.names is not None and asked.model not in (None, *self.names):
-                        raise BadRequest(
-                            f"model is {asked.model!r} but {self.names[0]!r} is loaded; name that one, or run the job "
-                            "with --any-model."
-                        )
-                except BadRequest as error:
-                    if number not in done:
-                        self._fail(number, custom_id, error)
-                        yield number, None
-                    continue
-                yield number, asked
+                asked = understand(row, self.seed)
+                if self.names is not None and asked.model not in (None, *self.names):
+                    raise BadRequest(
+                        f"model is another than the one loaded; name {self.names[0]!r}, or use --any-model."
+                    )
+            except BadRequest as error:
+                if line not in done:
+                    self._fail(line, custom_id, error)
+                    yield line, None
+                continue
+            yield line, asked
 
-    # --- computing --------------------------------------------------------------------------------------
-
-    def _compute(self) -> None:
-        """Keep so many rows under way that the engine can always fill its runs."""
-        most = 2 * self.engine.head.order.sequences
-        rows = self._rows()
-        more = True
-        while more or self._open:
-            while more and sum(len(row.jobs) for row in self._open) < most:
-                line, asked = next(rows, (0, None))
-                if line == 0:
-                    more = False
-                elif asked is not None:
-                    self._start(line, asked)
-            if self._open:
-                self._collect()
-            if self.tell is not None:
-                self.tell(self.report())
-
-    def _start(self, line: int, asked: Asked) -> None:
-        jobs: list[Job] = []
-        try:
-            prompt = self._prompt(asked)
-            wrong = [i for i, _ in asked.sampling.bias if i >= self.engine.spec.vocab]
-            if wrong:
-                raise BadRequest(f"logit_bias names token {wrong[0]}; the vocabulary has {self.engine.spec.vocab}.")
-            for choice in range(asked.choices):
-                sampling = replace(asked.sampling, choice=choice)
-                jobs.append(self.engine.submit(prompt, asked.max_tokens, sampling, asked.stop, asked.ignore_eos))
-            self._open.append(_Row(line, asked, jobs))
-        except BadRequest as error:
-            for job in jobs:
-                self.engine.cancel(job.request.id)
-            self._fail(line, asked.custom_id, error)
-
-    def _prompt(self, asked: Asked) -> str | tuple[int, ...]:
+    def _prompt(self, asked: Asked) -> tuple[int, ...]:
+        """A row's prompt as ids. A HeadraceError says why it can't be one."""
+        wrong = [i for i, _ in asked.sampling.bias if i >= self.engine.spec.vocab]
+        if wrong:
+            raise BadRequest(f"logit_bias names token {wrong[0]}; the vocabulary has {self.engine.spec.vocab}.")
         if asked.prompt is not None:
-            return asked.prompt
+            return self.engine.encode(asked.prompt)
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.")
         assert asked.messages is not None
-        return tuple(self._template.encode(asked.messages))
+        return self.engine.encode(self._template.encode(asked.messages))
+
+    # --- computing --------------------------------------------------------------------------------------
+
+    def _compute(self, source: RowFile, state: State, report: Callable[[], Report]) -> None:
+        """Keep so many rows under way that the engine can always fill its runs."""
+        most = 2 * self.engine.head.order.sequences
+        rows = self._rows(source, state.lines())
+        more = True
+        while (more or self._open) and not self._stop:
+            while more and len(self._outcomes) < TOGETHER and sum(len(row.jobs) for row in self._open) < most:
+                line, asked = next(rows, (0, None))
+                more = line > 0
+                if asked is not None:
+                    self._start(line, asked)
+            if self._open:
+                self.engine.work()
+                self._collect()
+            if self._outcomes:
+                state.finish(self._outcomes)
+                self._outcomes.clear()
+            if self.tell is not None:
+                self.tell(report())
+        if self._stop:
+            raise KeyboardInterrupt
+
+    def _start(self, line: int, asked: Asked) -> None:
+        try:
+            prompt = self._prompt(asked)
+        except HeadraceError as error:  # a template can fail on one row in any way
+            self._fail(line, asked.custom_id, error)
+            return
+        each = [replace(asked.sampling, choice=i) for i in range(asked.choices)]
+        submit = self.engine.submit
+        jobs = tuple(submit(prompt, asked.max_tokens, one, asked.stop, asked.ignore_eos) for one in each)
+        self._open.append(_Row(line, asked, jobs))
 
     def _collect(self) -> None:
-        if not self.engine.work():
-            return
-        for row in [r for r in self._open if all(job.finish for job in r.jobs)]:
+        """Take out the rows that are over."""
+        over = [row for row in self._open if all(job.finish for job in row.jobs)]
+        for row in over:
             self._open.remove(row)
-            if any(job.finish == "cancelled" for job in row.jobs):
-                raise KeyboardInterrupt  # Ctrl-C: the row isn't done, the job goes on at the next run
-            bad = [job.finish for job in row.jobs if job.finish not in ("end", "stop", "length")]
-            if not bad:
-                parts = self.engine.parts
-                result = answered(
-                    self._key, row.line, row.asked, row.jobs, self.engine.tokenizer, parts.name, self._created
-                )
-                self._state.finish(row.line, row.asked.custom_id, True, result)
-            else:
+            bad = [job.finish for job in row.jobs if job.finish not in REASONS]
+            if "cancelled" in bad:  # by a signal: the row isn't done, the next run of the job does it
+                self._stop = True
+            elif bad:
                 self._fail(row.line, row.asked.custom_id, BadRequest(_WHY.get(bad[0], bad[0])), "not_computed")
+            else:
+                result = answered(
+                    self._key, row.line, row.asked, row.jobs, self.engine.tokenizer, self.engine.parts.name,
+                    self._created,
+                )  # fmt: skip
+                self._outcomes.append(Outcome(row.line, row.asked.custom_id, True, result))
             for job in row.jobs:
                 self._tokens += len(job.tokens)
                 self.engine.forget(job)
 
-    def _fail(self, line: int, custom_id: str | None, error: BadRequest, code: str = "invalid_request") -> None:
-        self._state.finish(line, custom_id, False, failed(self._key, line, custom_id, code, str(error)))
+    def _fail(self, line: int, custom_id: str | None, error: HeadraceError, code: str = "invalid_request") -> None:
+        self._outcomes.append(Outcome(line, custom_id, False, failed(self._key, line, custom_id, code, str(error))))
+
+    def _report(self, state: State, total: int, started: float, resumed: int) -> Report:
+        progress = state.progress()
+        seconds = time.perf_counter() - started
+        tokens = self._tokens + sum(len(job.tokens) for row in self._open for job in row.jobs)
+        weights = self.engine.parts.weights
+        streamed = weights if isinstance(weights, Streamed) else None
+        bound = streamed.waited / seconds if streamed is not None and seconds > 0 else None
+        read = streamed.read_bytes if streamed is not None else 0
+        return Report(progress.rows, total, progress.failed, tokens, seconds, read, bound, resumed)
 
 
 _WHY = {
@@ -268,8 +308,3 @@ def _template_of(engine: Engine) -> ChatTemplate | None:
         return ChatTemplate(engine.tokenizer)
     except HeadraceError:
         return None
-
-
-def _remove_state(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -49,7 +49,7 @@ class Sampling:
             (np.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number"),
             (np.isfinite(self.presence_penalty), "presence_penalty", "a finite number"),
             (0 <= self.seed < 2**64, "seed", "from 0 to 2^64 - 1"),
-            (0 <= self.logprobs <= 20, "logprobs", "from 0 to 20"),
+            (0 <= self.logprobs <= 21, "logprobs", "from 0 to 21"),
         )
         for good, name, want in checks:
             if not good:

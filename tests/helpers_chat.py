@@ -1,0 +1,65 @@
+"""A tiny model with a tokenizer and a chat template, and batch files for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.formats.index import open_model
+from headrace.formats.writer import write_gguf
+from headrace.text.bpe import byte_alphabet
+from helpers_tiny import VOCAB, tiny_model
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END = 256 + SPECIAL.index("<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] == 'refuse me' %}{{ raise_exception('not that') }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def chat_tokens() -> dict[str, object]:
+    """A byte-level vocabulary of VOCAB ids: every byte (id = byte), ChatML's control tokens, words nobody can write."""
+    alphabet = byte_alphabet()
+    fill = [f"\ue000{i}" for i in range(VOCAB - 256 - len(SPECIAL))]
+    types = [1] * 256 + [3] * len(SPECIAL) + [1] * len(fill)
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.chat_template": TEMPLATE,
+        "tokenizer.ggml.tokens": [*(alphabet[b] for b in range(256)), *SPECIAL, *fill],
+        "tokenizer.ggml.token_type": np.array(types, np.int32), "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 256, "tokenizer.ggml.eot_token_id": END, "general.name": "tiny",
+    }  # fmt: skip
+
+
+def chat_model(path: Path, **settings: Any) -> Path:
+    """``tiny_model`` with these tokens."""
+    bare = tiny_model(path.with_name(f"bare-{path.name}"), **settings)
+    with open_model(bare) as file:
+        tensors = {t.name: (t.fmt, t.shape, [file.read(t)]) for t in file.tensors.values()}
+        write_gguf(path, {**file.metadata, **chat_tokens()}, tensors, file.types)
+    bare.unlink()
+    return path
+
+
+def row(custom_id: object, body: Mapping[str, Any], url: str = "/v1/completions", **more: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": dict(body), **more}
+
+
+def chat(custom_id: str, text: str, **body: Any) -> dict[str, Any]:
+    return row(custom_id, {"messages": [{"role": "user", "content": text}], **body}, "/v1/chat/completions")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any] | str | bytes]) -> Path:
+    """Rows as JSON, or lines as they are."""
+    lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
