@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from headrace.engine import Engine
 from headrace.formats.index import open_model
 from headrace.formats.writer import write_gguf
+from headrace.jobs.batch import Batch
 from headrace.text.bpe import byte_alphabet
 from helpers_tiny import VOCAB, tiny_model
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END = 256 + SPECIAL.index("<|im_end|>")
+LETTERS = {str(b): 100 for b in b"abcdefghijklmnopqrstuvwxyz"}
+"""A bias that lets a model of random weights write letters only."""
+SMALL = {"context": 128, "threads": 1, "rows": 16, "caches": 8, "sequences": 8}
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'refuse me' %}{{ raise_exception('not that') }}{% endif %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -63,3 +68,30 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any] | str | bytes]) -> P
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def mixed(count: int) -> list[dict[str, Any]]:
+    """Rows of many kinds, short ones and long ones."""
+    rows = []
+    for i in range(count):
+        body = {"max_tokens": 1 + i % 9, "temperature": 0 if i % 4 == 0 else 1.0, "logit_bias": LETTERS}
+        if i % 5 == 1:
+            body |= {"n": 2}
+        if i % 7 == 2:
+            body |= {"seed": i, "presence_penalty": 0.5}
+        rows.append(
+            chat(f"c{i}", f"question {i}" * (i % 3 + 1), **body)
+            if i % 2
+            else row(f"t{i}", {"prompt": f"once {i}", **body})
+        )
+    return rows
+
+
+def compute(engine: Engine, folder: Path, rows: list[Any], seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
+    out = folder / "out.jsonl"
+    report = Batch(engine, write_rows(folder / "in.jsonl", rows), out, seed, **settings).run()
+    assert (report.rows, report.total) == (len(rows), len(rows)) and not out.with_name("out.jsonl.state").exists()
+    found = read_rows(out)
+    assert len(found) == len(rows) and report.failed == sum(f["error"] is not None for f in found)
+    assert len({f["id"] for f in found}) == len(found)
+    return found
