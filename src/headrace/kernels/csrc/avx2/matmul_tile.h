@@ -38,13 +38,15 @@ class Tile {
 
   // Asks for what comes some groups later (in this or the next tile); distances found by trial (docs/log.md).
   HR_ALWAYS void prefetch(int64_t g) const {
-    const auto fetch = [](const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); };
     for (int i = 0; i < kLayout.low / kPer; i += 64) fetch(low(g) + 2048 + i);
     if (kLayout.high) fetch(high(g) + 1024);
-    if (kPer == 1) fetch(meta_ + g * kLayout.meta + 1024);
+    if (kPer == 1) fetch(meta_ + g * kLayout.meta + 2048);
     if (kPer > 1 && g % kPer == 0)
-      for (int i = 0; i < kLayout.meta; i += 64) fetch(meta_ + g / kPer * kLayout.meta + 1024 + i);
+      for (int i = 0; i < kLayout.meta; i += 64) fetch(meta_ + g / kPer * kLayout.meta + 2048 + i);
   }
+
+  // Inlined early: as a plain function it has no effect GCC can see, and its calls are dropped.
+  static HR_ALWAYS void fetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
   // Scales of group g; must be called for g = 0, 1, 2 ... in order.
   HR_ALWAYS void scales(int64_t g, Scales<F>& out) {
