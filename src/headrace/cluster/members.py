@@ -148,13 +148,13 @@ class Member(Routed):
         link: Link,
         ranks: Mapping[int, int],
         number: int,
-        stage: tuple[Stage, Computer],
+        stage: tuple[Stage, Computer] | None,
         targets: int,
         drafts: int = 0,
         drafter: Drafter | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__([stage], drafter, clock, number, targets, drafts)
+        super().__init__([stage] if stage else [], drafter, clock, number, targets, drafts)
         self.link, self.ranks = link, ranks
         self.status: int | None = None
 
