@@ -110,7 +110,8 @@ class Conversation:
         print(flush=True)
         g.require_numbers(finish)
         note(g.dim(g.figures_line(self.engine.figures(), None, finish)))
-        self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
+        if any(answer):
+            self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
 
 def read_line(terminal: bool) -> str | None:

