@@ -125,6 +125,9 @@ class Streamed:
             self._free.append(buffer)
             self._fill()
 
+    def stays(self, layer: int) -> bool:
+        return layer not in self._extents
+
     def close(self) -> None:
         """Wait for reads under way and give the memory back."""
         self._pool.shutdown(wait=True, cancel_futures=True)

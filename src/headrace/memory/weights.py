@@ -31,6 +31,10 @@ class Weights(Protocol):
         """The layer's tensors for as long as the context lasts."""
         ...
 
+    def stays(self, layer: int) -> bool:
+        """Whether the layer lies in memory for good, held or not."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -96,6 +100,9 @@ class Resident:
     def hold(self, layer: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return nullcontext(self._held[layer])
 
+    def stays(self, layer: int) -> bool:
+        return True
+
     def close(self) -> None:
         self._held, self.buffers = {}, []
 
@@ -122,6 +129,9 @@ class FetchEachTime:
             yield held
         finally:
             held.clear()
+
+    def stays(self, layer: int) -> bool:
+        return False
 
     def close(self) -> None:
         return None

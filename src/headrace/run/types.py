@@ -6,7 +6,7 @@ A run is described once, by its ``RunMessage``; head, stages, drafters and every
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -273,8 +273,7 @@ class Finish:
 HeadEffect: TypeAlias = RunMessage | Cancel | Committed | Emit | Finish
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A stage's order to its driver: compute this layer (index in the model's flat list) of this run."""
 
     layer: int
