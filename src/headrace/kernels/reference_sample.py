@@ -72,11 +72,7 @@ def sample(logits: F32, draw: Draw) -> Drawn:
     if draw.logprobs == 0:
         return Drawn(token, 0.0, [])
     top = max(raw)
-    total = 0.0
-    for v in raw:
-        if v - top > -60.0:
-            total += exp64(v - top)
-    lse = top + log64(total)
+    lse = top + log64(float(sum(_weight(v - top) for v in raw)) * (1.0 / 1099511627776.0))
     best = sorted(range(len(raw)), key=lambda i: (-raw[i], i))[: draw.logprobs - 1]
     return Drawn(token, 0.0 if token < 0 else raw[token] - lse, [(i, raw[i] - lse) for i in best])
 
@@ -116,10 +112,14 @@ def _penalised(raw: list[float], d: Draw) -> dict[int, float]:
     return logit
 
 
+def _weight(below_max: float) -> int:
+    """e^below_max in units of 2^-40."""
+    return 0 if below_max < -28.0 else round(exp64(below_max) * 1099511627776.0)
+
+
 def _top_p(order: list[int], logit: dict[int, float], top_p: float) -> list[int]:
-    """The shortest prefix that carries top_p of the weight; weights in units of 2^-40 of the largest."""
-    below = [logit[i] - logit[order[0]] for i in order]
-    weights = [0 if b < -28.0 else int(exp64(b) * 1099511627776.0) for b in below]
+    """The shortest prefix that carries top_p of the weight."""
+    weights = [_weight(logit[i] - logit[order[0]]) for i in order]
     enough, carried = top_p * float(sum(weights)), 0
     for n, w in enumerate(weights):
         carried += w

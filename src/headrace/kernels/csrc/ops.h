@@ -36,6 +36,12 @@ struct AttendTile {
   float* acc;                    // [queries, stride] out
 };
 
+// What a row's noise depends on, besides the token.
+struct NoiseKey {
+  uint64_t seed;
+  uint32_t choice, position;
+};
+
 struct VecOps {
   // y = norm(x) * w (+ b), n values. layer: subtract the mean first.
   void (*norm)(const float* x, float* y, int64_t n, const float* w, const float* b, float eps, bool layer);
@@ -57,6 +63,11 @@ struct VecOps {
   void (*math)(int which, const float* x, float* y, int64_t n);
   // The largest of n values and its lowest index; false if any is NaN or infinite.
   bool (*scan)(const float* x, int64_t n, float* max, int64_t* index);
+  // For the sampler: Philox words of tokens 4 first .. 4 first + 31; round(2^40 e^x) for x <= 0 (0 below -28);
+  // the largest of each 64 values.
+  void (*noise)(uint32_t first, const NoiseKey& key, uint32_t* bits);
+  void (*weights)(const double* x, int64_t n, uint64_t* w);
+  void (*block_max)(const float* x, int64_t n, float* out);
   // Reads bytes (a multiple of 256) and returns a checksum: the bandwidth probe.
   uint32_t (*read)(const uint8_t* p, int64_t bytes);
 };

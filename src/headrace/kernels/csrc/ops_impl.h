@@ -1,5 +1,6 @@
 // The bodies of VecOps, included once per instruction set (ops_portable.cpp, avx2/ops.cpp).
 #pragma once
+#include "draw_impl.h"
 #include "kv_impl.h"
 #include "ops.h"
 #include "vecmath.h"
@@ -131,7 +132,14 @@ bool scan_impl(const float* x, int64_t n, float* top, int64_t* index) {
   for (int i = 0; i < 8; i++)
     if (odd[i]) return false;
   *top = max_of(m);
+  const v8 wanted = splat(*top);
   int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const i8v equal = load(x + i) == wanted;
+    l4 any;
+    __builtin_memcpy(&any, &equal, 32);
+    if (any[0] | any[1] | any[2] | any[3]) break;
+  }
   while (x[i] != *top) i++;
   *index = i;
   return true;

@@ -36,8 +36,16 @@ struct SampleScratch {
     double logit;
     int32_t id;
   };
-  std::vector<Candidate> candidates;
+  struct Weighted {
+    Candidate c;
+    uint64_t weight;
+  };
+  std::vector<Candidate> candidates, changed;
+  std::vector<Weighted> weighted;
   std::vector<int32_t> recent;
+  std::vector<float> blocks;
+  std::vector<double> below;
+  std::vector<uint64_t> weights;
 };
 
 // top_ids and top_logprobs: logprobs - 1 entries, written when logprobs > 0.
