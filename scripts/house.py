@@ -22,7 +22,8 @@ CODE = (".py", ".cpp", ".h")
 
 RANKS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "system"),
-    ("formats", "text", "kernels"),
+    ("formats",),
+    ("text", "kernels"),
     ("model", "store"),
     ("memory", "plan"),
     ("run",),
@@ -35,9 +36,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 """Parts of the package from left to right: a part imports from itself and from the left (docs/design.md)."""
-
-SIDEWAYS = {("kernels/reference", "formats")}
-"""(module, part): the reference device reads a file's blocks with the code that defines them."""
 
 NEEDED = ("numpy", "tokenizers", "jinja2")
 """Packages an install brings. Anything else is imported inside a function, by those who asked for it."""
@@ -100,8 +98,7 @@ def imports(package: Path = PACKAGE) -> Iterator[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if module != "__init__":
             for node, target in _ours(tree, module):
-                if (module, target) not in SIDEWAYS:
-                    yield from _judge(path, node.lineno, module.split("/")[0], target)
+                yield from _judge(path, node.lineno, module.split("/")[0], target)
         if not module.startswith(OPTIONAL_MODULES):
             yield from _foreign(path, tree)
 
