@@ -1,6 +1,7 @@
 """Starting real MPI jobs in tests; and, run as a program, one rank of such a job.
 
-``python helpers_mpi.py MODEL JSON``: JSON has prompts, max_tokens, samplings (lists of Sampling's fields) and options.
+``python helpers_mpi.py MODEL JSON``: JSON has prompts, max_tokens, samplings (lists of Sampling's fields), options, and
+perhaps idle (seconds to do nothing), freeze (a file: rank 1 is stopped when all is done).
 Rank 0 prints one JSON object: the tokens of each prompt under each sampling, what was sent, what is wrong at the end.
 """
 
@@ -10,6 +11,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +79,8 @@ def main() -> int:
     options = Options(**{"threads": 1, "context": 512, **asked.get("options", {})})
     with join() as link:
         if link.rank:
+            if link.rank == 1 and "freeze" in asked:
+                Path(asked["freeze"]).write_text(str(os.getpid()))
             return serve(lambda: path, options, link)
         with load(path, options, link=link) as engine:
             tokens = tokens_of(engine, asked)
@@ -92,7 +96,9 @@ def main() -> int:
                 "runs": engine.head._next_run,
                 "idle": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             }
-            print(json.dumps(answer))
+            print(json.dumps(answer), flush=True)
+        if "freeze" in asked:
+            os.kill(int(Path(asked["freeze"]).read_text()), signal.SIGSTOP)
     return 0
 
 

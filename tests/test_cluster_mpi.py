@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import helpers_mpi
 from headrace.engine import Options, load
 from helpers_mpi import command, environment, generate, mpirun, needs_mpi, tokens_of
 from helpers_text import smollm2
@@ -120,6 +122,15 @@ def ranks_of(job: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
+def running(process: int) -> bool:
+    """Whether it does anything: a dead one may wait for whoever inherits orphans here to take notice."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "number", "says"),
@@ -127,11 +138,27 @@ def ranks_of(job: subprocess.Popen[str]) -> dict[int, int]:
         (1, signal.SIGKILL, "rank 1 "),  # mpirun's own words
         (2, signal.SIGSTOP, "headrace: Rank 2 on host "),
         (0, signal.SIGKILL, "rank 0 "),
-        (0, signal.SIGTERM, ""),
+        (0, signal.SIGTERM, "interrupted"),
     ],
 )
-def test_a_lost_rank_ends_the_job(tiny: Path, rank: int, number: signal.Signals, says: str) -> None:
-    words = ("-m", "headrace", "run", "-m", tiny, "--raw", "-t", "1", "-c", "2048", "-n", "1900", "--ignore-eos", "hi")
+def test_a_lost_rank_ends_the_job(tmp_path: Path, rank: int, number: signal.Signals, says: str) -> None:
+    long = tiny_model(tmp_path / "long.gguf", text=True, context=1 << 16)
+    words = (
+        "-m",
+        "headrace",
+        "run",
+        "-m",
+        long,
+        "--raw",
+        "-t",
+        "1",
+        "-c",
+        "60000",
+        "-n",
+        "59000",
+        "--ignore-eos",
+        "hi",
+    )
     job = subprocess.Popen(
         command(3, *words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -144,9 +171,20 @@ def test_a_lost_rank_ends_the_job(tiny: Path, rank: int, number: signal.Signals,
         _, err = job.communicate(timeout=60)
         assert time.monotonic() - start < 30
         assert job.returncode != 0 and says in err
-        assert not any(Path(f"/proc/{pid}").exists() for pid in processes.values())
+        while any(map(running, processes.values())):
+            assert time.monotonic() - start < 30, "a rank is left behind"
+            time.sleep(0.1)
     finally:
         job.kill()
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_at_the_end_is_named(tiny: Path, tmp_path: Path) -> None:
+    asked = {**ASKED, "prompts": ["x"], "samplings": [{}], "freeze": str(tmp_path / "pid")}
+    done = mpirun(3, helpers_mpi.__file__, tiny, json.dumps(asked), timeout=60)
+    assert done.returncode != 0 and json.loads(done.stdout)["tokens"]
+    assert "not everybody left within 5 s: rank 1 on host" in done.stderr
+    assert not running(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ class Link:
         self._outbox: deque[tuple[int, int, Message | Control]] = deque()
         self._inbox: deque[Arrival] = deque()
         self._wake, self._arrived = threading.Lock(), threading.Lock()
-        self._leaving = self._left = self._lost = False
+        self._leaving = self._left = self.lost = False
         self._sending: list[tuple[Any, bytes]] = []
         self._incoming: list[tuple[int, int, Any, memoryview]] = []
         self._status = MPI.Status()
@@ -106,7 +106,7 @@ class Link:
         _release(self._wake)
 
     def leave(self) -> bool:
-        """Send what is queued and leave MPI, waiting for all other ranks unless one is lost. False: it took too long."""
+        """Send what is queued and leave MPI, waiting for the other ranks unless one is lost. False: took too long."""
         self._watched = {}
         self._leaving = True
         _release(self._wake)
@@ -132,7 +132,7 @@ class Link:
             self.hosts = tuple(name.decode(errors="replace") for name in some)
             started.set()
             self._work(comm)
-            if not self._lost:  # it would wait for the lost
+            if not self.lost:  # it would wait for the lost
                 MPI.Finalize()
             self._left = True
         except HeadraceError as error:
@@ -249,7 +249,7 @@ class Link:
                 self._spoken[rank] = now
             if now - heard > PATIENCE:
                 del self._watched[rank]
-                self._lost = True
+                self.lost = True
                 self._tell(rank, Lost(_SILENT.format(_first_upper(self.name(rank)), PATIENCE)))
 
 
@@ -281,11 +281,38 @@ def join() -> Iterator[Link]:
     link = Link()
     others = range(1, link.size)
     link.watch(others if link.rank == 0 else [0])
+    missing = ""
     try:
         yield link
         link.status = link.status or 0
     finally:
         if link.rank == 0:
-            for rank in others:
-                link.send(rank, CONTROL, Stop(2 if link.status is None else link.status))
+            missing = _send_home(link, others)
+        else:
+            link.send(0, CONTROL, Stop(0))
         link.leave()
+    if missing:
+        raise Lost(
+            f"The work is done, but not everybody left within {FAREWELL:.0f} s: {missing}; look at that machine."
+        )
+
+
+def _send_home(link: Link, others: Sequence[int]) -> str:
+    """Tell every rank to leave and hear that it does; names those that don't answer, if none was lost before."""
+    for rank in others:
+        link.send(rank, CONTROL, Stop(2 if link.status is None else link.status))
+    left: set[int] = set()
+    end = time.monotonic() + FAREWELL
+    while len(left) < len(others) and not link.lost and time.monotonic() < end:
+        try:
+            arrival = link.receive()
+        except HeadraceError:
+            continue
+        if arrival is None:
+            link.wait(0.1)
+        elif isinstance(arrival.message, Stop):
+            left.add(arrival.source)
+    if len(left) == len(others) or link.lost:
+        return ""
+    link.lost = True
+    return ", ".join(link.name(rank) for rank in others if rank not in left)
