@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headrace import config
 from headrace.errors import Unsupported
 from headrace.kernels.cpu import CpuDevice
 
+if TYPE_CHECKING:
+    from headrace.kernels.torch_device import TorchDevice
+
 CPU_VARIABLE = "HEADRACE_CPU"
+TORCH = ("torch:cpu", "cuda")
+"""Devices in PyTorch; ``run/tiers.py`` puts layers on them."""
 
 
 def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None) -> CpuDevice:
@@ -14,8 +21,10 @@ def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None) -> C
 
     Raises Unsupported for an unknown device, or a path that is unknown or beyond this CPU.
     """
+    if name in TORCH:
+        raise Unsupported(f"The device {name} can't be used here; use cpu.")
     if name != "cpu":
-        raise Unsupported(f"There is no device {name!r}; there is: cpu.")
+        raise Unsupported(f"There is no device {name!r}; there are: cpu, {', '.join(TORCH)}.")
     if threads < 1:
         raise Unsupported(f"{threads} threads can't compute anything; ask for 1 or more.")
     path = config.resolve().cpu or "" if cpu is None else cpu
@@ -23,3 +32,15 @@ def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None) -> C
         return CpuDevice(threads, path)
     except ValueError as error:
         raise Unsupported(f"No such CPU path: {error}. Unset {CPU_VARIABLE} to use the best.") from None
+
+
+def make_torch(name: str, *, threads: int) -> TorchDevice:
+    """The device in PyTorch called ``name``. Unsupported when PyTorch or the device isn't there."""
+    try:
+        from headrace.kernels.torch_device import TorchDevice
+    except ImportError as error:
+        raise Unsupported(
+            f"The device {name} needs PyTorch, which can't be imported ({error}); install it with "
+            "'pip install headrace[torch]', or use the device cpu."
+        ) from None
+    return TorchDevice(name, threads)

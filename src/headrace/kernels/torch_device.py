@@ -1,0 +1,203 @@
+"""The device in PyTorch: ``torch:cpu`` or ``cuda``, one code. See docs/device.md for how its numbers stay put.
+
+Imported only when such a device is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.errors import Unsupported
+from headrace.kernels.cpu import CpuDevice
+from headrace.kernels.device import F32, Bytes, KVShape, Rows
+from headrace.kernels.draw import Draw, Drawn
+from headrace.kernels.ops import Op
+from headrace.kernels.torch_attend import units
+from headrace.kernels.torch_formats import expand, nbytes
+from headrace.kernels.torch_kv import TorchKV, page_nbytes
+from headrace.kernels.torch_ops import TILE, execute, scratch_nbytes
+
+Tensor: TypeAlias = Any
+Send: TypeAlias = Callable[[NDArray[Any]], Tensor]
+"""Brings a small array of the host to the device."""
+
+
+@dataclass(frozen=True)
+class TorchWeight:
+    """One tensor [n, k] in its file's bytes, on the device: uint8 [nbytes]."""
+
+    fmt: str
+    n: int
+    k: int
+    raw: Tensor
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) as f32."""
+        return expand(self.fmt, self.raw.reshape(self.n, -1)[start:stop].reshape(-1), self.k)
+
+    def gather(self, index: Tensor) -> Tensor:
+        """The chosen rows, f32 [len(index), k]."""
+        return expand(self.fmt, self.raw.reshape(self.n, -1)[index].reshape(-1), self.k)
+
+    @cached_property
+    def vector(self) -> Tensor:
+        """A norm weight or bias, [k]: F32, so a view of the bytes."""
+        return self.values(0, 1).reshape(-1)
+
+
+class TorchRows:
+    """A run's rows on the device, padded to whole tiles. Slots and units are sent when first wanted."""
+
+    def __init__(self, rows: Rows, send: Send) -> None:
+        self.host = rows
+        self.count = rows.count
+        self.padded = padded(rows.count)
+        self._send = send
+        both = np.zeros((2, self.padded), np.int32)
+        both[0, : self.count], both[1, : self.count] = rows.token, rows.position
+        sent = send(both).long()
+        self.token, self.position = sent[0], sent[1]
+        self.rope: dict[tuple[tuple[float, ...], float], tuple[Tensor, Tensor]] = {}
+        self._units: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+
+    @cached_property
+    def slot(self) -> Tensor:
+        return self._send(self.host.slot).long()
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        return self._send(self.host.wanted).long()
+
+    def units(self, window: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of ``torch_attend.units``, for ``Attend`` with this window."""
+        if window not in self._units:
+            self._units[window] = [
+                tuple(self._send(a.astype(np.int32)).long() for a in (u.slots, u.rows, u.low, u.high))
+                for u in units(self.host, window)
+            ]
+        return self._units[window]
+
+
+def padded(rows: int) -> int:
+    """Rows of whole tiles."""
+    return -(-rows // TILE) * TILE
+
+
+class TorchDevice:
+    """``Device`` in PyTorch. name: "torch:cpu" or "cuda". threads: of PyTorch's pool, which is the process's.
+
+    Packing is the identity: a tensor is its file's bytes. Raises Unsupported where there is no such device.
+    """
+
+    layout = "file"
+    layout_version = 1
+
+    def __init__(self, name: str = "torch:cpu", threads: int = 1) -> None:
+        if name not in ("torch:cpu", "cuda"):
+            raise Unsupported(f"PyTorch has no device {name!r} here; there are: torch:cpu, cuda.")
+        if name == "cuda" and not torch.cuda.is_available():
+            raise Unsupported("PyTorch sees no CUDA device; install its CUDA build and a driver, or use torch:cpu.")
+        self.name = name
+        self.device = torch.device("cuda" if name == "cuda" else "cpu")
+        self.at_once = (1 << 24) if name == "cuda" else (1 << 20)
+        """Weights widened at a time."""
+        self.threads = threads
+        self._sampler: CpuDevice | None = None
+        self._rows: tuple[Rows, TorchRows] | None = None
+        torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = False  # f32 means f32
+
+    def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
+        return nbytes(fmt, n, k)
+
+    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes) -> None:
+        out[: raw.size] = raw
+
+    def weight(self, fmt: str, n: int, k: int, packed: Bytes | Tensor) -> TorchWeight:
+        """packed: bytes of the host (on ``cuda`` they are copied), or a uint8 tensor of the device."""
+        raw = torch.from_numpy(packed) if isinstance(packed, np.ndarray) else packed
+        return TorchWeight(fmt, n, k, raw[: nbytes(fmt, n, k)].to(self.device))
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory of the device, uint8 [nbytes]."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def send(self, array: NDArray[Any]) -> Tensor:
+        """A copy on the device, unpaced."""
+        return torch.from_numpy(array).to(self.device)
+
+    def rows(self, rows: Rows) -> TorchRows:
+        """The rows on the device; made once for all layers of a run."""
+        if self._rows is None or self._rows[0] is not rows:
+            self._rows = rows, TorchRows(rows, self.send)
+        return self._rows[1]
+
+    def compile(self, ops: Sequence[Op], width: int) -> TorchProgram:
+        return TorchProgram(self, tuple(ops), width)
+
+    def scratch_nbytes(
+        self, ops: Sequence[Op], width: int, max_rows: int, shapes: Mapping[str, tuple[str, int, int]]
+    ) -> int:
+        return scratch_nbytes(ops, width, padded(max_rows), shapes, self.at_once)
+
+    def page_nbytes(self, shape: KVShape) -> int:
+        return page_nbytes(shape)
+
+    def kv_layer(self, shape: KVShape, pages: NDArray[np.uint64]) -> TorchKV:
+        """Over pages in host memory: for ``torch:cpu`` only; ``kv_pages`` makes pages on any device."""
+        if self.name == "cuda":
+            raise Unsupported(
+                "A cache in host memory is not cuda's; keep the cache on the device or attend on the host."
+            )
+        return TorchKV(shape, pages)
+
+    def kv_pages(self, shape: KVShape, pages: Tensor) -> TorchKV:
+        """Over a tensor of the device, uint8 [pages, page_nbytes]."""
+        return TorchKV(shape, pages)
+
+    def sample(self, logits: F32, draws: Sequence[Draw]) -> list[Drawn]:
+        """On the host, by the CPU extension's rule."""
+        if self._sampler is None:
+            self._sampler = CpuDevice(self.threads)
+        return self._sampler.sample(np.ascontiguousarray(logits), draws)
+
+
+class TorchProgram:
+    """A compiled layer: its operations are interpreted."""
+
+    def __init__(self, device: TorchDevice, ops: tuple[Op, ...], width: int) -> None:
+        self.device, self.ops, self.width = device, ops, width
+
+    def bind(self, weights: Mapping[str, TorchWeight]) -> TorchBound:
+        return TorchBound(self, weights)
+
+    def run(self, x: F32, weights: Mapping[str, TorchWeight], rows: Rows, kv: TorchKV | None) -> F32:
+        return TorchBound(self, weights).run(x, rows, kv)
+
+
+class TorchBound:
+    """A program and its weights."""
+
+    def __init__(self, program: TorchProgram, weights: Mapping[str, TorchWeight]) -> None:
+        self.program, self.weights = program, weights
+
+    def run(self, x: F32, rows: Rows, kv: TorchKV | None) -> F32:
+        """As ``BoundProgram.run``, with x on the host."""
+        device = self.program.device
+        there = device.rows(rows)
+        start = torch.zeros((there.padded, self.program.width), device=device.device)
+        start[: rows.count] = device.send(x)
+        registers = {"x": start}
+        execute(self.program.ops, registers, self.weights, there, kv, device.at_once)
+        if "logits" in registers:
+            logits: F32 = registers["logits"][: len(rows.wanted)].cpu().numpy()
+            return logits
+        x[:] = registers["x"][: rows.count].cpu().numpy()
+        return x
