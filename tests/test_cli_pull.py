@@ -20,6 +20,10 @@ from headrace.store import cache, hub, transfer
 from helpers_hub import Hub, serving
 
 BIG = random.Random(0).randbytes(300_000)
+LLAMA = (
+    b'{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99,'
+    b' "num_attention_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu"}'
+)
 FILES = {
     "README.md": b"hello",
     "config.json": b'{"model_type": "llama"}',
@@ -182,6 +186,18 @@ def test_list_and_remove(settings: Config, capsys: pytest.CaptureFixture[str]) -
     assert main(["cache", "remove", "hf:org/model"]) == 0
     assert not folder.exists()
     assert main(["cache", "remove", "hf:org/model"]) == 2
+
+
+def test_inspect_of_a_model_on_the_hub_fetches_its_configuration_only(
+    server: Hub, settings: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.files = {**FILES, "config.json": LLAMA}
+    assert main(["inspect", "hf:org/model"]) == 0
+    assert "none here" in capsys.readouterr().out
+    assert server.asked == [] and cache.entries(settings.cache) == []
+    server.files = {"m.gguf": BIG}
+    assert main(["inspect", "hf:org/model"]) == 2
+    assert "isn't here yet" in capsys.readouterr().err and server.asked == []
 
 
 SIZES = {"a-Q4_K_M.gguf": 5, "a-Q8_0.gguf": 8, "b-00001-of-00002.gguf": 3, "b-00002-of-00002.gguf": 3}

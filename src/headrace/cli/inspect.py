@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -29,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tells what a model is made of: architecture, tensors, bytes of each layer and of a token's cache, "
         "quantisation, chat template, and what might surprise. Reads the index only, so any size is quick; "
-        "from a bare config.json too, before any download."
+        "from a config.json alone too, so also of a model on a hub (hf:ORG/REPO) before its weights are fetched."
     )
     what = "a .gguf file, a Hugging Face folder, a config.json, or a name as -m of `headrace run` takes it"
     parser.add_argument("model", metavar="MODEL", help=what)
@@ -39,10 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with Bar() as bar:
-        path = find(args.model, config.resolve(), note, bar)
-    with open_model(path) as file:
-        facts = facts_of(path, file)
+    facts = _look(args.model)
     if args.json:
         print(json.dumps(facts, indent=1))
     elif args.template:
@@ -50,6 +48,27 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(_sections(facts, tensors=args.tensors)))
     return 0
+
+
+def _look(text: str) -> Facts:
+    """The facts of a model that may not be here: of one on a hub the configuration alone is fetched."""
+    settings = config.resolve()
+    if text.startswith("hf:"):
+        from headrace.store import hub
+
+        name = hub.parse(text)
+        path = hub.cached(name, settings)
+        if path is None:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                open_model(hub.configuration(name, settings, Path(folder))) as f,
+            ):
+                return facts_of(Path(text), f)
+    else:
+        with Bar() as bar:
+            path = find(text, settings, note, bar)
+    with open_model(path) as file:
+        return facts_of(path, file)
 
 
 # --- facts ------------------------------------------------------------------------------------------------

@@ -94,6 +94,20 @@ def pull(name: Name, config: Config, progress: Progress, note: Any = lambda line
     return _result(here, chosen)
 
 
+def configuration(name: Name, config: Config, into: Path) -> Path:
+    """A repository's config.json, in the folder ``into``, for a look before the weights are fetched.
+
+    BadRequest when the model is a GGUF file, whose configuration comes with its weights.
+    """
+    _, remotes = listing(name, config)
+    chosen = choose(name, {file: remote.nbytes for file, remote in remotes.items()})
+    total = sum(remotes[file].nbytes for file in chosen)
+    if chosen[0] != "config.json":
+        raise BadRequest(f"{name} isn't here yet; `headrace pull` fetches it ({total / 1e6:,.0f} MB).")
+    fetch(remotes["config.json"], into / "config.json", _headers(config), lambda *_: None)
+    return into / "config.json"
+
+
 def listing(name: Name, config: Config) -> tuple[str, dict[str, Remote]]:
     """(commit, file name -> file) of a repository at its revision."""
     repo = f"{name.org}/{name.repo}"
