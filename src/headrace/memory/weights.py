@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import numpy as np
+
 from headrace.kernels.device import Bytes, Device, Weight
 from headrace.memory.buffers import allocate, round_up
 from headrace.model.layers import Layer, Model, TensorPlan, fetch
@@ -70,32 +72,38 @@ class Resident:
     def __init__(self, device: Device, model: Model, layers: Sequence[int]) -> None:
         self._held: dict[int, dict[str, Weight]] = {}
         packed: dict[tuple[str, str], Bytes] = {}
+        own = {i: self._own(device, model.layers[i], packed) for i in layers}
+        # One piece of memory, so that huge pages cover nearly all of it whatever the layers' sizes.
+        arena, at = allocate(sum(sum(sizes.values()) for sizes in own.values())), 0
         self.buffers: list[Bytes] = []
-        for index in layers:
-            layer = model.layers[index]
-            own = [n for n, p in layer.tensors.items() if (p.shares or (layer.key, n)) not in packed]
-            sizes = {n: self._size(device, layer.tensors[n]) for n in own}
-            buffer = allocate(sum(sizes.values()))
-            at = 0
+        for index, sizes in own.items():
+            layer, start = model.layers[index], at
             for name, size in sizes.items():
                 plan = layer.tensors[name]
-                view = buffer[at : at + device.packed_nbytes(plan.fmt, plan.n, plan.k)]
+                view = arena[at : at + device.packed_nbytes(plan.fmt, plan.n, plan.k)]
                 pack_tensor(device, model, plan, view)
                 packed[plan.shares or (layer.key, name)] = view
                 at += size
-            self.buffers.append(buffer)
+            self.buffers.append(arena[start:at])
             self._held[index] = {
                 name: device.weight(p.fmt, p.n, p.k, packed[p.shares or (layer.key, name)])
                 for name, p in layer.tensors.items()
             }
 
+    @staticmethod
+    def _own(device: Device, layer: Layer, packed: dict[tuple[str, str], Bytes]) -> dict[str, int]:
+        """Bytes of the layer's tensors that no layer before it has brought; marks them as brought."""
+        sizes = {}
+        for name, plan in layer.tensors.items():
+            key = plan.shares or (layer.key, name)
+            if key not in packed:
+                packed[key] = np.empty(0, np.uint8)
+                sizes[name] = round_up(device.packed_nbytes(plan.fmt, plan.n, plan.k), TENSOR_ALIGN)
+        return sizes
+
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
-
-    @staticmethod
-    def _size(device: Device, plan: TensorPlan) -> int:
-        return round_up(device.packed_nbytes(plan.fmt, plan.n, plan.k), TENSOR_ALIGN)
 
     def hold(self, layer: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return nullcontext(self._held[layer])
