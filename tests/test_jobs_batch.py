@@ -192,7 +192,13 @@ def truth(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @pytest.mark.parametrize(
     "settings",
-    [{"sequences": 1, "caches": 1}, {"sequences": 64, "caches": 3}, {"rows": 5, "runs": 3}, {"streamed": (1, 2)}],
+    [
+        {"sequences": 1, "caches": 1},
+        {"sequences": 64, "caches": 3},
+        {"rows": 5, "runs": 3},
+        {"streamed": (1, 2)},
+        {"kv": 1},
+    ],
     ids=str,
 )
 def test_the_output_is_the_same_however_it_is_computed(
@@ -200,10 +206,13 @@ def test_the_output_is_the_same_however_it_is_computed(
 ) -> None:
     settings = dict(settings)
     streamed = settings.pop("streamed", ())
+    if settings.pop("kv", 0):
+        settings |= {"kv_disk": tmp_path, "kv_frames": 20, "rows": 1}
     if streamed:
         monkeypatch.setattr(setup, "place", lambda *args: list(streamed))
     with load(model, packs=tmp_path, **{**SMALL, **settings}) as engine:
         report = Batch(engine, truth[0], tmp_path / "out").run()
-        assert isinstance(engine.parts.weights, Streamed) == bool(streamed) == (report.streamed_bytes > 0)
-        assert (report.disk_bound is not None) == bool(streamed)
+        assert isinstance(engine.parts.weights, Streamed) == bool(streamed)
+        disk = bool(streamed) or "kv_disk" in settings
+        assert (report.streamed_bytes > 0) == disk == (report.disk_bound is not None)
     assert (tmp_path / "out").read_bytes() == truth[1]

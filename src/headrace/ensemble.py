@@ -23,7 +23,6 @@ from headrace.formats.index import open_model
 from headrace.kernels.device import PAGE
 from headrace.kernels.dispatch import make_device
 from headrace.memory.budget import Budget
-from headrace.memory.kv import HostKV, kv_shapes
 from headrace.memory.slots import pages_for
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer, Model, load_model
@@ -31,7 +30,7 @@ from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Stage
-from headrace.setup import Options, Parts, context_of, load_weights, pass_bytes, place
+from headrace.setup import Options, Parts, affordable_caches, context_of, load_weights, make_cache, pass_bytes, place
 from headrace.text.tokenizer import Tokenizer
 
 GREETING = 300.0
@@ -64,30 +63,86 @@ class Mine:
         self.weights.close()
 
 
+class Team:
+    """What rank 0 knows of the ranks, and how it brings them together, again when one is lost."""
+
+    def __init__(self, link: Link, model: Model, options: Options) -> None:
+        self.link, self.model, self.options = link, model, options
+        self.context = context_of(model, options.context)
+        self.epoch = 0
+        self.order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
+        self.plan, self.mine = self.gather()
+        self.parts: Parts | None = None
+
+    def gather(self) -> tuple[Plan, Mine]:
+        """Plan, load and hear that all are ready. Starts anew with those who are left as long as that helps."""
+        while True:
+            try:
+                return self._gather()
+            except Lost as error:
+                if not self.link.reform():
+                    raise
+                self.epoch += 1
+                self._tell(error)
+
+    def _gather(self) -> tuple[Plan, Mine]:
+        link = self.link
+        for rank in range(1, link.size):
+            link.send(rank, CONTROL, Begin())
+        plan = _agree(link, self.model, self.options, self.context, self.epoch)
+        mine = _load(self.model, self.options, plan, 0)
+        link.limits[MpiHead.HEAD] = Limits(vocab=self.model.spec.vocab)
+        link.limits[0] = _limits(self.model, plan, 0)
+        try:
+            _gather(link, Ready, range(1, link.size))
+        except BaseException:
+            mine.close()
+            raise
+        return plan, mine
+
+    def head(self) -> Head:
+        return Head(self.plan.pages, self.order, epoch=self.plan.epoch)
+
+    def stages(self) -> list[tuple[Stage, DeviceComputer]]:
+        return [(self.mine.stage, self.mine.computer)]
+
+    def recover(self, error: Lost) -> bool:
+        """A rank is lost: go on with the others, if that can be."""
+        parts = self.parts
+        if parts is None or not isinstance(parts.loop, MpiHead) or not self.link.reform():
+            return False
+        self._tell(error)
+        self.mine.close()
+        self.epoch += 1
+        self.plan, self.mine = self.gather()
+        parts.computer, parts.weights, parts.device = self.mine.computer, self.mine.weights, self.mine.computer.device
+        parts.loop.restart(_ranks(self.plan), self.head(), self.stages(), self.plan.targets)
+        return True
+
+    def _tell(self, error: Lost) -> None:
+        if self.options.tell is not None:
+            self.options.tell(f"{error} Going on with {self.link.size}.")
+
+
 def lead(path: Path, options: Options, link: Link) -> Parts:
     """Rank 0: bring all ranks together and load. Raises a HeadraceError that names the rank and what is wrong."""
-    for rank in range(1, link.size):
-        link.send(rank, CONTROL, Begin())
     file = open_model(path)
     try:
         model = load_model(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         tokenizer.check_model(model.spec.vocab)
-        context = context_of(model, options.context)
-        plan = _agree(link, model, options, context)
-        mine = _load(model, options, plan, link.rank)
-        link.limits[MpiHead.HEAD] = Limits(vocab=model.spec.vocab)
-        link.limits[0] = _limits(model, plan, 0)
-        _gather(link, Ready, range(1, link.size))
+        team = Team(link, model, options)
     except BaseException:
         file.close()
         raise
-    order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
-    loop = MpiHead(link, _ranks(plan), Head(plan.pages, order), [(mine.stage, mine.computer)], plan.targets)
-    return Parts(
-        model, tokenizer, mine.computer.device, loop, mine.weights, mine.computer, context, mine.budget,
-        pass_bytes(mine.computer.device, model), options.kv_bits,
+    plan, mine = team.plan, team.mine
+    loop = MpiHead(link, _ranks(plan), team.head(), team.stages(), plan.targets, recover=team.recover)
+    device = mine.computer.device
+    team.parts = Parts(
+        model, tokenizer, device, loop, mine.weights, mine.computer, team.context, mine.budget,
+        pass_bytes(device, model), options.kv_bits,
     )  # fmt: skip
+    return team.parts
 
 
 def serve(find: Callable[[], Path], options: Options, link: Link) -> int:
@@ -96,8 +151,13 @@ def serve(find: Callable[[], Path], options: Options, link: Link) -> int:
     find: the model's path, asked for once the head has it. Raises Lost when there is no head to tell.
     """
     try:
-        _gather(link, Begin, [0])
-        return _serve(find(), options, link)
+        while True:
+            try:
+                _gather(link, Begin, [0])
+                return _serve(find(), options, link)
+            except Lost:
+                if not link.reform():
+                    raise
     except Lost:
         raise
     except Dismissed as sent:
@@ -146,9 +206,10 @@ def _hello(model: Model, options: Options) -> Hello:
     return Hello(__version__, model.file.digest(), "", options.kv_bits, split, tuple(cpus))
 
 
-def _agree(link: Link, model: Model, options: Options, context: int) -> Plan:
+def _agree(link: Link, model: Model, options: Options, context: int, epoch: int) -> Plan:
     """Hear everybody's hello, settle the plan, and tell it. Raises BadMessage for a rank that differs."""
-    edges = _edges(model.layers, options.layer_split, link.size)
+    # Shares and thread counts by hand are for the ranks that were started; a rank is known by its number then.
+    edges = _edges(model.layers, options.layer_split if epoch == 0 else None, link.size)
     others = _gather(link, Hello, range(1, link.size), GREETING)
     hellos = [_hello(model, options), *(others[rank] for rank in range(1, link.size))]
     for rank, hello in enumerate(hellos):
@@ -156,13 +217,16 @@ def _agree(link: Link, model: Model, options: Options, context: int) -> Plan:
         if wrong:
             raise BadMessage(wrong)
     asked = options.rank_threads or (options.threads,)
+    if len(asked) > 1 and epoch:
+        asked = tuple(asked[i] for i in link.origins)
     if len(asked) not in (1, link.size):
         raise BadRequest(
             f"{len(asked)} thread counts are given for {link.size} ranks; give one for all, or one for each (-t)."
         )
     threads = threads_each(hellos, link.hosts, asked)
-    pages = pages_for(context) * max(1, options.caches)
-    plan = Plan(tuple(a for a, _ in edges), tuple(b for _, b in edges), threads, pages, options.rows, link.size)
+    device = make_device(options.device, threads=threads[0], cpu=options.cpu)
+    pages = pages_for(context) * (options.caches or affordable_caches(device, model, context, options))
+    plan = Plan(tuple(a for a, _ in edges), tuple(b for _, b in edges), threads, pages, options.rows, link.size, epoch)
     for rank in range(1, link.size):
         link.send(rank, CONTROL, plan)
     return plan
@@ -227,10 +291,9 @@ def _load(model: Model, options: Options, plan: Plan, rank: int) -> Mine:
     options = replace(options, rows=plan.rows)
     streamed = place(budget, device, model, plan.pages, options, own)
     weights = load_weights(device, model, streamed, options, own)
-    shapes = {i: shape for i, shape in kv_shapes(model.layers, options.kv_bits).items() if i in own}
-    cache = HostKV(device, shapes, plan.pages)
+    cache = make_cache(device, model, plan.pages, options, own)
     computer = DeviceComputer(device, model.layers, own, model.spec.width, weights, cache)
-    return Mine(Stage(own.start, own.stop, len(model.layers)), computer, weights, budget)
+    return Mine(Stage(own.start, own.stop, len(model.layers), plan.epoch), computer, weights, budget)
 
 
 def one_process(options: Options) -> Options:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace import system
 from headrace.cluster.loopback import Loopback
 from headrace.config import resolve
-from headrace.errors import BadRequest, OverBudget
+from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable
+from headrace.formats.files import free_bytes
 from headrace.formats.index import open_model
-from headrace.kernels.device import PAGE, Device
+from headrace.kernels.device import PAGE, Device, KVShape
 from headrace.kernels.dispatch import make_device
 from headrace.memory.budget import Budget, human
 from headrace.memory.buffers import round_up
 from headrace.memory.kv import HostKV, kv_shapes, page_nbytes
+from headrace.memory.kv_disk import BOOKS, DiskKV, least_frames, stride, usual_frames
 from headrace.memory.slots import pages_for
 from headrace.memory.stream import BUFFERS, Streamed, evenly, pack
 from headrace.memory.weights import Resident, Weights, layer_nbytes
@@ -51,6 +53,10 @@ class Options:
     sequences: int = 64
     rows: int = 512
     runs: int = 1
+    kv_disk: Path | None = None
+    """Folder for the KV cache; memory then has room for ``kv_frames`` (layer, page) extents of it and no more."""
+    kv_frames: int | None = None
+    """None: enough for the largest run and to read the next one's meanwhile."""
     rank_threads: tuple[int, ...] = ()
     """Threads of each rank, or one number for all; when empty, ``threads`` says (0: a rank's part of its host)."""
     layer_split: str | None = None
@@ -125,7 +131,7 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     pages = pages_for(context) * (options.caches or affordable_caches(device, model, context, options))
     streamed = place(budget, device, model, pages, options)
     weights = load_weights(device, model, streamed, options)
-    cache = HostKV(device, kv_shapes(layers, options.kv_bits), pages)
+    cache = make_cache(device, model, pages, options)
     computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
     stage = Stage(0, len(layers), len(layers))
     loop = Loopback(Head(pages, order), [(stage, computer)])
@@ -146,6 +152,56 @@ def load_weights(
     blocks = [i for i in own if model.layers[i].kv is not None]
     packed = pack(device, model, blocks, folder, options.tell)
     return Streamed(device, model, own, streamed, packed)
+
+
+def make_cache(
+    device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None
+) -> HostKV | DiskKV:
+    """The KV cache of all layers, or of a stage's ``own``: in memory, or on disk where ``options`` say so."""
+    shapes = stage_shapes(model, options, own)
+    frames = kv_frames(model, shapes, pages, options)
+    if options.kv_disk is None or frames is None:
+        return HostKV(device, shapes, pages)
+    return DiskKV(device, shapes, pages, frames, options.kv_disk)
+
+
+def stage_shapes(model: Model, options: Options, own: Sequence[int] | None) -> dict[int, KVShape]:
+    shapes = kv_shapes(model.layers, options.kv_bits)
+    return {i: shape for i, shape in shapes.items() if own is None or i in own}
+
+
+def kv_frames(model: Model, shapes: Mapping[int, KVShape], pages: int, options: Options) -> int | None:
+    """Extents of the cache that are in memory; None: all. OverBudget when steps could need more than are given."""
+    if options.kv_disk is None:
+        if options.kv_frames is not None:
+            raise BadRequest("Frames are for a KV cache on disk; say where (--kv-disk), or leave --kv-frames out.")
+        return None
+    together = min(options.rows, options.sequences)
+    need = len(shapes), pages, together * pages_for(context_of(model, options.context)), options.sequences
+    least, frames = least_frames(*need), options.kv_frames or usual_frames(*need)
+    if frames < least:
+        raise OverBudget(
+            f"{frames} frames of cache in memory are too few: a run of {together} sequences needs {least} "
+            "(--kv-frames); or use fewer rows a run, fewer sequences or a shorter context."
+        )
+    return None if frames >= len(shapes) * pages else frames
+
+
+def cache_nbytes(device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None) -> int:
+    """Memory of the KV cache; what is on disk must have room there (Unavailable)."""
+    shapes = stage_shapes(model, options, own)
+    frames = kv_frames(model, shapes, pages, options)
+    if options.kv_disk is None or frames is None:
+        return sum(device.page_nbytes(shape) for shape in shapes.values()) * pages
+    if not options.kv_disk.is_dir():
+        raise BadFile(f"{options.kv_disk}: there is no such folder for the KV cache; make it first.")
+    extents, free = len(shapes) * pages, free_bytes(options.kv_disk)
+    if extents * stride(device, shapes) > free:
+        raise Unavailable(
+            f"{options.kv_disk}: the KV cache takes {human(extents * stride(device, shapes))} and there are "
+            f"{human(free)}; use another folder (--kv-disk), fewer sequences or a shorter context."
+        )
+    return frames * stride(device, shapes) + extents * BOOKS
 
 
 def pass_bytes(device: Device, model: Model) -> int:
@@ -183,11 +239,8 @@ def place(
     budget.take(
         "working buffers", scratch_nbytes(device, model, options.rows, layers), "fewer rows a run would take less"
     )
-    budget.take(
-        "KV cache",
-        pages * per_page,
-        f"a token of context takes {human(per_page / PAGE)} at {bits} KV bits (-c, --kv-bits)",
-    )
+    remedy = f"a token of context takes {human(per_page / PAGE)} at {bits} KV bits (-c, --kv-bits, --kv-disk)"
+    budget.take("KV cache", cache_nbytes(device, model, pages, options, own), remedy)
     sizes = held_nbytes(device, model, own)
     total = sum(sizes.values())
     if budget.left is None or total <= budget.left:
@@ -214,6 +267,8 @@ def place(
 def affordable_caches(device: Device, model: Model, context: int, options: Options) -> int:
     """How many sequences' caches to have room for: from half of what the weights leave, or a third if they stream."""
     limit = options.ram if options.ram is not None else system.memory().usable
+    if options.kv_disk is not None:
+        return on_disk_caches(device, model, context, options)
     if limit is None:
         return 1
     spare = limit - sum(layer_nbytes(device, layer) for layer in model.layers)
@@ -221,6 +276,13 @@ def affordable_caches(device: Device, model: Model, context: int, options: Optio
     return max(
         1, min(options.sequences, share // (pages_for(context) * page_nbytes(device, model.layers, options.kv_bits)))
     )
+
+
+def on_disk_caches(device: Device, model: Model, context: int, options: Options) -> int:
+    """How many sequences' caches half of the free disk holds."""
+    shapes = kv_shapes(model.layers, options.kv_bits)
+    each = len(shapes) * pages_for(context) * stride(device, shapes)
+    return max(1, min(options.sequences, free_bytes(options.kv_disk or Path()) // 2 // max(1, each)))
 
 
 def extent_nbytes(device: Device, layer: Layer) -> int:

@@ -53,7 +53,10 @@ def machine_of(args: argparse.Namespace) -> Options:
         layer_split=args.layer_split,
         context=args.context,
         kv_bits=args.kv_bits,
+        kv_disk=args.kv_disk,
+        kv_frames=args.kv_frames,
         ram=args.ram,
+        tell=note,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 from headrace.cli.parser import kv_bits, real, size, thread_counts, whole
 from headrace.run.types import Sampling
@@ -18,6 +19,11 @@ KV_HELP = (
     "bits of the cached keys and values: 16/16 (default), 8/8, 8/4, 4/4. Fewer bits make a slightly different model: "
     "8/4 cost 0.6%% perplexity on SmolLM2, 4/4 5 to 11%%"
 )
+KV_DISK_HELP = (
+    "keep the cache in a nameless file in DIR and only what is being used in memory: for contexts or batches whose "
+    "cache doesn't fit. The text stays the same; each pass reads what doesn't stay"
+)
+KV_FRAMES_HELP = "with --kv-disk: pages (32 tokens of a layer) in memory (default: what two runs need)"
 RAM_HELP = "the most memory to use, like 800M or 2G; refused before loading when it isn't enough (default: no limit)"
 
 
@@ -35,6 +41,8 @@ def add_machine(group: argparse._ActionsContainer) -> None:
     threads = "threads that compute (default: one per core); under mpirun also a list, one number for each rank"
     group.add_argument("-t", "--threads", type=thread_counts, metavar="N", help=threads)
     group.add_argument("--kv-bits", type=kv_bits, default=(16, 16), metavar="K/V", help=KV_HELP)
+    group.add_argument("--kv-disk", type=Path, metavar="DIR", help=KV_DISK_HELP)
+    group.add_argument("--kv-frames", type=whole(1), metavar="N", help=KV_FRAMES_HELP)
     split = "under mpirun: each rank's share of the layers, like 0.1,0.4,0.5 (default: evenly by weight)"
     group.add_argument("--layer-split", "--mpi-layer-split", metavar="LIST", help=split)
     group.add_argument("--ram", type=size, metavar="SIZE", help=RAM_HELP)

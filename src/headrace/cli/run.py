@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prompt, system, stops = texts(args)
     sampling = options.sampling_of(args)
-    with g.load(args) as engine:
+    with g.load(args, sequences=1) as engine:
         ids = encode(engine, args, prompt, system)
         text, finish = _stream(engine, args, ids, sampling, stops)
         figures, bandwidth = engine.figures(), engine.bandwidth()

@@ -6,16 +6,17 @@ What differs between Linux, macOS and Windows about files lives here and nowhere
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from headrace.errors import BadFile
+from headrace.errors import BadFile, Unavailable
 
 _MOST = 1 << 30
 """Bytes asked for in one read: Linux moves at most 0x7ffff000 a call (man 2 read)."""
@@ -100,6 +101,69 @@ class DirectFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class ScratchFile:
+    """Room on the disk without a name, gone with the process; past the page cache where that is to be had.
+
+    Offsets, lengths and memory are multiples of 4096. Threads may read and write at the same time.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        """Unavailable when the folder can't hold a file of ``size`` bytes."""
+        self.folder = folder
+        path = folder / f".headrace-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        flags = os.O_RDWR | _BINARY | getattr(os, "O_TEMPORARY", 0)
+        try:
+            self._fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                direct = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+                os.close(self._fd)
+                self._fd = direct
+                self.direct = hasattr(os, "O_DIRECT")
+            except OSError:  # EINVAL: the file system has no direct reads
+                self.direct = False
+            if sys.platform != "win32":  # there it goes when it is closed
+                path.unlink()
+            reserve(self._fd, size)
+        except OSError as e:
+            raise self._unavailable(e, f"hold {size} bytes") from None
+
+    def read(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Fill ``parts`` with what lies one after the other from ``offset`` on."""
+        try:
+            done = os.preadv(self._fd, parts, offset) if sys.platform != "win32" else 0
+        except OSError as e:
+            raise self._unavailable(e, "be read") from None
+        for part, at in _rest(parts, done):
+            read_exact(self._fd, part, offset + at, self.folder)
+
+    def write(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Write ``parts`` one after the other from ``offset`` on."""
+        try:
+            done = os.pwritev(self._fd, parts, offset) if sys.platform != "win32" else 0
+            for part, at in _rest(parts, done):
+                write_exact(self._fd, part, offset + at)
+        except OSError as e:
+            raise self._unavailable(e, "be written") from None
+
+    def _unavailable(self, e: OSError, what: str) -> Unavailable:
+        return Unavailable(
+            f"{self.folder}: the file there can't {what} ({e.strerror or e}); choose a folder on a disk with more room."
+        )
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _rest(parts: Sequence[memoryview], done: int) -> Iterator[tuple[memoryview, int]]:
+    """(what is left of a part, its place) after so many bytes of all of them."""
+    at = 0
+    for part in parts:
+        skip = min(part.nbytes, max(0, done - at))
+        if skip < part.nbytes:
+            yield part[skip:], at + skip
+        at += part.nbytes
 
 
 def _pread(fd: int, out: memoryview, offset: int) -> int:

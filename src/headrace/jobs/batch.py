@@ -20,6 +20,7 @@ from headrace.jobs.answer import REASONS, answered, failed, row_id
 from headrace.jobs.asked import Asked, custom_id_of, parse_line, understand
 from headrace.jobs.rows import MAX_LINE, RowFile
 from headrace.jobs.state import Outcome, State, discard
+from headrace.memory.kv_disk import DiskKV
 from headrace.memory.stream import Streamed
 from headrace.text.template import ChatTemplate
 
@@ -29,7 +30,7 @@ TOGETHER = 256
 
 @dataclass(frozen=True)
 class Report:
-    """How far a job is. tokens and seconds: of this process; bytes: of weights read from disk by it."""
+    """How far a job is. tokens and seconds: of this process; bytes: of weights and cache read from disk by it."""
 
     rows: int
     total: int
@@ -289,10 +290,11 @@ class Batch:
         progress = state.progress()
         seconds = time.perf_counter() - started
         tokens = self._tokens + sum(len(job.tokens) for row in self._open for job in row.jobs)
-        weights = self.engine.parts.weights
-        streamed = weights if isinstance(weights, Streamed) else None
-        bound = streamed.waited / seconds if streamed is not None and seconds > 0 else None
-        read = streamed.read_bytes if streamed is not None else 0
+        # Of one process; under MPI the others' disks are theirs.
+        parts = self.engine.parts
+        disks = [d for d in (parts.weights, parts.computer.cache) if isinstance(d, Streamed | DiskKV)]
+        bound = sum(d.waited for d in disks) / seconds if disks and seconds > 0 else None
+        read = sum(d.read_bytes for d in disks)
         return Report(progress.rows, total, progress.failed, tokens, seconds, read, bound, resumed)
 
 

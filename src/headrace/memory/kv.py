@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import BadRequest
-from headrace.kernels.device import Device, KVShape
+from headrace.kernels.device import Bytes, Device, KVShape, Rows
 from headrace.memory.buffers import address, allocate
 from headrace.model.layers import Layer
 
@@ -39,7 +39,7 @@ class HostKV:
 
     def __init__(self, device: Device, shapes: Mapping[int, KVShape], pages: int) -> None:
         self.pages = pages
-        self._buffers = []
+        self._buffers: list[Bytes] = []
         self._layers: dict[int, Any] = {}
         for index, shape in shapes.items():
             size = device.page_nbytes(shape)
@@ -52,6 +52,10 @@ class HostKV:
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers)
 
-    def layer(self, index: int) -> Any | None:
+    def layer(self, index: int, rows: Rows) -> Any | None:
         """The device's handle of a layer's cache, None for a layer without one."""
         return self._layers.get(index)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._layers, self._buffers = {}, []

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.kernels.device import F32, BoundProgram, Device, Program, Weight
+from headrace.kernels.device import F32, BoundProgram, Device, Program, Rows, Weight
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer
 from headrace.run.sample import choose
@@ -19,7 +19,11 @@ from headrace.run.types import Choice
 class Cache(Protocol):
     """The KV cache of a stage's layers."""
 
-    def layer(self, index: int) -> Any | None: ...
+    def layer(self, index: int, rows: Rows) -> Any | None:
+        """The device's handle of a layer's cache, with every page these rows see at hand until the next call."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class DeviceComputer:
@@ -41,6 +45,7 @@ class DeviceComputer:
         self.last = len(layers) - 1
         self._programs: dict[int, Program] = {i: device.compile(layers[i].ops, width) for i in own}
         self._holding = -1
+        self._staying: dict[int, BoundProgram] = {}
         self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
         self._now: BoundProgram | None = None
         self._context: AbstractContextManager[Mapping[str, Weight]] | None = None
@@ -52,10 +57,12 @@ class DeviceComputer:
             run.x = np.empty((rows.count, self.width), np.float32)
         if layer == self.last and rows.wanted.shape[0] == 0:
             return
-        if layer != self._holding:
-            self._hold(layer)
-        assert self._now is not None
-        out = self._now.run(run.x, rows, self.cache.layer(layer))
+        bound = self._staying.get(layer)
+        if bound is None:
+            bound = self._held(layer)
+        elif self._context is not None:
+            self._release()
+        out = bound.run(run.x, rows, self.cache.layer(layer, rows))
         if layer == self.last:
             run.choices = self._answer(run, out)
 
@@ -66,17 +73,24 @@ class DeviceComputer:
             asked.append((i, sampling, ids, run.message.rows[i].position))
         return choose(self.device, logits, asked)
 
-    def _hold(self, layer: int) -> None:
-        """Hold a layer's weights in place of the last one's; joined with its program once per place they lie in."""
+    def _held(self, layer: int) -> BoundProgram:
+        """The layer's program with its weights, held in place of the last one's if they don't simply stay."""
+        if layer == self._holding and self._now is not None:
+            return self._now
         self._release()
-        self._context = self.weights.hold(layer)
-        held = self._context.__enter__()
+        context = self.weights.hold(layer)
+        held = context.__enter__()
+        if self.weights.stays(layer):
+            context.__exit__(None, None, None)
+            self._staying[layer] = self._programs[layer].bind(held)
+            return self._staying[layer]
+        # Joined once for each place the layer's bytes come to lie in, if such a place lasts.
         key = layer, id(held)
         now = self._bound[key][1] if key in self._bound else self._programs[layer].bind(held)
         if self.weights.lasting:
             self._bound[key] = held, now
-        self._now = now
-        self._holding = layer
+        self._context, self._now, self._holding = context, now, layer
+        return now
 
     def _release(self) -> None:
         context, self._context, self._now, self._holding = self._context, None, None, -1
@@ -87,3 +101,5 @@ class DeviceComputer:
         """Give back what is held."""
         self._release()
         self._bound.clear()
+        self._staying.clear()
+        self.cache.close()
