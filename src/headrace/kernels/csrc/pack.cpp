@@ -1,6 +1,7 @@
 // File blocks <-> packed tiles. Block formats: llama.cpp's ggml-common.h (structs block_q4_0 ... block_iq4_xs) and
 // the GGUF specification. A block is first spread to plain codes and integer sub-scales, then packed.
 #include <algorithm>
+#include <type_traits>
 
 #include "formats.h"
 
@@ -23,7 +24,12 @@ void nibbles32(const uint8_t* q, uint8_t* code) {
 }
 
 void fifth_bits(const uint8_t* q, uint8_t* code) {
-  for (int i = 0; i < 32; ++i) code[i] |= static_cast<uint8_t>((q[i / 8] >> (i % 8) & 1) << 4);
+  for (int s = 0; s < 8; ++s) {  // four bits to the fifth bits of four bytes: the products don't overlap
+    uint32_t word;
+    std::memcpy(&word, code + 4 * s, 4);
+    word |= ((q[s / 2] >> (s % 2 * 4) & 15) * 0x00204081u & 0x01010101u) << 4;
+    std::memcpy(code + 4 * s, &word, 4);
+  }
 }
 
 void six_bit_pairs(const uint8_t* s, uint8_t* sub) {  // Q4_K, Q5_K: 8 scales and 8 minima in 12 bytes
@@ -35,19 +41,21 @@ void six_bit_pairs(const uint8_t* s, uint8_t* sub) {  // Q4_K, Q5_K: 8 scales an
 }
 
 void spread_k_nibbles(const uint8_t* q, uint8_t* code) {  // Q4_K, Q5_K: 64 codes in 32 bytes
-  for (int i = 0; i < 256; ++i) code[i] = q[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+  for (int g = 0; g < 4; ++g)
+    for (int i = 0; i < 32; ++i) code[64 * g + i] = q[32 * g + i] & 15, code[64 * g + 32 + i] = q[32 * g + i] >> 4;
 }
 
 void spread_q2_k(const uint8_t* b, Spread& s) {
   for (int i = 0; i < 16; ++i) s.sub[i] = b[i];
-  for (int i = 0; i < 256; ++i) s.code[i] = b[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+  for (int g = 0; g < 8; ++g)
+    for (int i = 0; i < 32; ++i) s.code[32 * g + i] = b[16 + g / 4 * 32 + i] >> (g % 4 * 2) & 3;
   s.d = b + 80, s.m = b + 82;
 }
 
 void spread_q3_k(const uint8_t* b, Spread& s) {
-  for (int i = 0; i < 256; ++i)
-    s.code[i] = static_cast<uint8_t>((b[32 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) |
-                                     (b[i % 32] >> (i / 32) & 1) << 2);
+  for (int g = 0; g < 8; ++g)
+    for (int i = 0; i < 32; ++i)
+      s.code[32 * g + i] = static_cast<uint8_t>((b[32 + g / 4 * 32 + i] >> (g % 4 * 2) & 3) | (b[i] >> g & 1) << 2);
   const uint8_t* c = b + 96;
   for (int i = 0; i < 16; ++i)
     s.sub[i] = static_cast<uint8_t>((i < 8 ? c[i] & 15 : c[i - 8] >> 4) | (c[8 + i % 4] >> (i / 4 * 2) & 3) << 4);
@@ -55,10 +63,11 @@ void spread_q3_k(const uint8_t* b, Spread& s) {
 }
 
 void spread_q6_k(const uint8_t* b, Spread& s) {
-  for (int i = 0; i < 256; ++i) {
-    const int half = i / 128, part = i / 32 % 4, l = i % 32;
-    const int low = b[half * 64 + part % 2 * 32 + l] >> (part / 2 * 4) & 15;
-    s.code[i] = static_cast<uint8_t>(low | (b[128 + half * 32 + l] >> (part * 2) & 3) << 4);
+  for (int g = 0; g < 8; ++g) {
+    const uint8_t *low = b + g / 4 * 64 + g % 2 * 32, *high = b + 128 + g / 4 * 32;
+    const int low_shift = g % 4 / 2 * 4, high_shift = g % 4 * 2;
+    for (int i = 0; i < 32; ++i)
+      s.code[32 * g + i] = static_cast<uint8_t>((low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4);
   }
   std::copy_n(b + 192, 16, s.sub);
   s.d = b + 208;
@@ -72,7 +81,7 @@ void spread_iq4_xs(const uint8_t* b, Spread& s) {
   s.d = b;
 }
 
-void spread(Format f, const uint8_t* b, Spread& s) {
+inline __attribute__((always_inline)) void spread(Format f, const uint8_t* b, Spread& s) {
   s.d = b, s.m = b + 2;
   switch (f) {
     case Format::Q4_0: case Format::IQ4_NL: return nibbles32(b + 2, s.code);
@@ -86,7 +95,8 @@ void spread(Format f, const uint8_t* b, Spread& s) {
     case Format::Q5_K:
       six_bit_pairs(b + 4, s.sub);
       spread_k_nibbles(b + 48, s.code);
-      for (int i = 0; i < 256; ++i) s.code[i] |= static_cast<uint8_t>((b[16 + i % 32] >> (i / 32) & 1) << 4);
+      for (int g = 0; g < 8; ++g)
+        for (int i = 0; i < 32; ++i) s.code[32 * g + i] |= static_cast<uint8_t>((b[16 + i] >> g & 1) << 4);
       return;
     case Format::Q6_K: return spread_q6_k(b, s);
     case Format::IQ4_XS: return spread_iq4_xs(b, s);
@@ -94,39 +104,57 @@ void spread(Format f, const uint8_t* b, Spread& s) {
   }
 }
 
-// Bits of the codes in the low and high plane. Low codes of 4 bits: byte j of 32-byte vector i of a group holds
-// step i and, above, step i + 4; of 2 bits: vector i holds steps 4i .. 4i + 3; a step is 4 codes of each row.
-int low_bits(const Layout& l) { return l.low * 8 / (l.block * kTile); }
-int high_bits(const Layout& l) { return l.high * 8 / (l.block * kTile); }
+// Bits of the codes in the low and high plane. A step is 4 codes of each row, one byte a code. Of 4 bits: vector i (32
+// bytes) of a group holds step i and, above, step i + 4; of 2 bits: steps 4i .. 4i + 3; of 1 bit: all eight.
+constexpr int low_bits(const Layout& l) { return l.low * 8 / (l.block * kTile); }
+constexpr int high_bits(const Layout& l) { return l.high * 8 / (l.block * kTile); }
+constexpr uint32_t each_byte(int bits) { return 0x01010101u * ((1u << bits) - 1); }
 
-void put_code(const Layout& l, int row, int i, int code, uint8_t* low, uint8_t* high) {
-  const int group = i / 32, step = i % 32 / 4, byte = row * 4 + i % 4;
-  const int lb = low_bits(l), hb = high_bits(l);
-  const auto put = [&](uint8_t* plane, int bits, int value) {
-    uint8_t* g = plane + group * 32 * bits;
-    if (bits == 8) g[step * 32 + byte] = static_cast<uint8_t>(value);
-    if (bits == 4) g[step % 4 * 32 + byte] |= static_cast<uint8_t>(value << step / 4 * 4);
-    if (bits == 2) g[step / 4 * 32 + byte] |= static_cast<uint8_t>(value << step % 4 * 2);
-    if (bits == 1) g[byte] |= static_cast<uint8_t>(value << step);
-  };
-  put(low, lb, code & ((1 << lb) - 1));
-  if (hb) put(high, hb, code >> lb);
+// Which step lies at bit t * Bits of vector i.
+template <int Bits>
+constexpr int step_at(int i, int t) {
+  return Bits == 4 ? i + 4 * t : 8 / Bits * i + t;
 }
 
-int get_code(const Layout& l, int row, int i, const uint8_t* low, const uint8_t* high) {
-  const int group = i / 32, step = i % 32 / 4, byte = row * 4 + i % 4;
-  const int lb = low_bits(l), hb = high_bits(l);
-  const auto get = [&](const uint8_t* plane, int bits) -> int {
-    const uint8_t* g = plane + group * 32 * bits;
-    if (bits == 8) return g[step * 32 + byte];
-    if (bits == 4) return g[step % 4 * 32 + byte] >> step / 4 * 4 & 15;
-    if (bits == 2) return g[step / 4 * 32 + byte] >> step % 4 * 2 & 3;
-    return g[byte] >> step & 1;
-  };
-  return get(low, lb) | (hb ? get(high, hb) << lb : 0);
+// One group of one row of one plane; step s of `word` is four codes, of which bits From .. From + Bits - 1 are meant.
+template <int Bits, int From>
+void put_steps(const uint32_t* word, uint8_t* plane) {
+  for (int i = 0; i < Bits; ++i) {
+    uint32_t v = 0;
+    for (int t = 0; t < 8 / Bits; ++t) v |= (word[step_at<Bits>(i, t)] >> From & each_byte(Bits)) << (Bits * t);
+    std::memcpy(plane + 32 * i, &v, 4);
+  }
 }
 
-bool has_min(Format f) {
+template <int Bits, int From>
+void get_steps(const uint8_t* plane, uint32_t* word) {
+  for (int i = 0; i < Bits; ++i) {
+    uint32_t v;
+    std::memcpy(&v, plane + 32 * i, 4);
+    for (int t = 0; t < 8 / Bits; ++t) word[step_at<Bits>(i, t)] |= (v >> (Bits * t) & each_byte(Bits)) << From;
+  }
+}
+
+// One group of one row; low and high are the group's, at that row.
+template <Format F>
+void put_codes(const uint8_t* code, uint8_t* low, uint8_t* high) {
+  constexpr int lb = low_bits(kLayouts[static_cast<int>(F)]), hb = high_bits(kLayouts[static_cast<int>(F)]);
+  uint32_t word[8];
+  std::memcpy(word, code, 32);
+  put_steps<lb, 0>(word, low);
+  if constexpr (hb > 0) put_steps<hb, lb>(word, high);
+}
+
+template <Format F>
+void get_codes(const uint8_t* low, const uint8_t* high, uint8_t* code) {
+  constexpr int lb = low_bits(kLayouts[static_cast<int>(F)]), hb = high_bits(kLayouts[static_cast<int>(F)]);
+  uint32_t word[8] = {};
+  get_steps<lb, 0>(low, word);
+  if constexpr (hb > 0) get_steps<hb, lb>(high, word);
+  std::memcpy(code, word, 32);
+}
+
+constexpr bool has_min(Format f) {
   return f == Format::Q4_1 || f == Format::Q5_1 || f == Format::Q2_K || f == Format::Q4_K || f == Format::Q5_K;
 }
 
@@ -149,9 +177,10 @@ void put_meta(Format f, const Spread* rows, uint8_t* meta) {
   }
 }
 
-void pack_tile(Format f, int64_t tile, int64_t n, int64_t k, const uint8_t* raw, const Planes& p, uint8_t* out) {
-  const Layout& l = layout(f);
-  const BlockSize file = block_size(f);
+template <Format F>
+void pack_tile(int64_t tile, int64_t n, int64_t k, const uint8_t* raw, const Planes& p, uint8_t* out) {
+  constexpr Layout l = kLayouts[static_cast<int>(F)];
+  constexpr BlockSize file = kBlocks[static_cast<int>(F)];
   const int live = static_cast<int>(std::min<int64_t>(kTile, n - tile * kTile));
   static constexpr uint8_t kZeroBlock[256] = {};
   Spread rows[kTile];
@@ -161,25 +190,44 @@ void pack_tile(Format f, int64_t tile, int64_t n, int64_t k, const uint8_t* raw,
     uint8_t* high = out + p.high_start + tile * p.high_tile + b * l.high;
     for (int r = 0; r < kTile; ++r) {
       const uint8_t* src = r < live ? raw + ((tile * kTile + r) * (k / file.elements) + b) * file.bytes : kZeroBlock;
-      spread(f, src, rows[r]);
-      for (int i = 0; i < l.block; ++i) put_code(l, r, i, rows[r].code[i], low, high);
+      spread(F, src, rows[r]);
+      for (int g = 0; g < l.block / kGroup; ++g)
+        put_codes<F>(rows[r].code + kGroup * g, low + g * 32 * low_bits(l) + 4 * r, high + g * 32 * high_bits(l) + 4 * r);
     }
-    put_meta(f, rows, meta);
+    put_meta(F, rows, meta);
+  }
+}
+
+// f(std::integral_constant<Format, F>) for an integer format known at run time.
+template <class Fn>
+void with_format(Format format, Fn f) {
+  switch (format) {
+#define HEADRACE_CASE(F) \
+  case Format::F: return f(std::integral_constant<Format, Format::F>());
+    HEADRACE_CASE(Q4_0) HEADRACE_CASE(Q4_1) HEADRACE_CASE(Q5_0) HEADRACE_CASE(Q5_1) HEADRACE_CASE(Q8_0)
+    HEADRACE_CASE(Q2_K) HEADRACE_CASE(Q3_K) HEADRACE_CASE(Q4_K) HEADRACE_CASE(Q5_K) HEADRACE_CASE(Q6_K)
+    HEADRACE_CASE(IQ4_NL) HEADRACE_CASE(IQ4_XS)
+#undef HEADRACE_CASE
+    default: return;
   }
 }
 
 int64_t float_bytes(Format f, int64_t n, int64_t k) { return n * k * block_size(f).bytes; }
 
 // The values of one block of one row, from its packed records.
-void dequantise_block(Format f, int row, const uint8_t* meta, const uint8_t* low, const uint8_t* high, float* out) {
-  const Layout& l = layout(f);
+template <Format F>
+void dequantise_block(int row, const uint8_t* meta, const uint8_t* low, const uint8_t* high, float* out) {
+  constexpr Format f = F;
+  constexpr Layout l = kLayouts[static_cast<int>(F)];
   const float d = load_half(meta + 2 * row), m = has_min(f) ? load_half(meta + 16 + 2 * row) : 0.0f;
   const uint8_t* sub = meta + (has_min(f) ? 32 : 16);
-  uint8_t six[128];
+  uint8_t six[128], code[256];
+  for (int g = 0; g < l.block / kGroup; ++g)
+    get_codes<F>(low + g * 32 * low_bits(l) + 4 * row, high + g * 32 * high_bits(l) + 4 * row, code + kGroup * g);
   if (f == Format::Q3_K || f == Format::Q4_K || f == Format::Q5_K) unpack_six_bits(sub, 128, six);
   if (f == Format::IQ4_XS) unpack_six_bits(sub, 64, six);
   for (int i = 0; i < l.block; ++i) {
-    const int c = get_code(l, row, i, low, high), g16 = i / 16 * 8 + row, g32 = i / 32 * 8 + row;
+    const int c = code[i], g16 = i / 16 * 8 + row, g32 = i / 32 * 8 + row;
     const float u = static_cast<float>(c);
     switch (f) {
       case Format::Q4_0: out[i] = d * (u - 8); break;
@@ -217,7 +265,9 @@ void pack(Format f, int64_t n, int64_t k, const uint8_t* raw, uint8_t* out) {
   }
   const Planes p(f, n, k);
   std::memset(out, 0, static_cast<size_t>(p.total));
-  for (int64_t tile = 0; tile * kTile < n; ++tile) pack_tile(f, tile, n, k, raw, p, out);
+  with_format(f, [&](auto format) {
+    for (int64_t tile = 0; tile * kTile < n; ++tile) pack_tile<format()>(tile, n, k, raw, p, out);
+  });
 }
 
 void dequantise_row(const Matrix& w, int64_t row, float* out) {
@@ -232,10 +282,12 @@ void dequantise_row(const Matrix& w, int64_t row, float* out) {
   const Planes p(w.format, w.n, w.k);
   const Layout& l = layout(w.format);
   const int64_t tile = row / kTile;
-  for (int64_t b = 0; b < p.blocks; ++b)
-    dequantise_block(w.format, static_cast<int>(row % kTile), w.data + tile * p.meta_tile + b * l.meta,
-                     w.data + p.low_start + tile * p.low_tile + b * l.low,
-                     w.data + p.high_start + tile * p.high_tile + b * l.high, out + b * l.block);
+  with_format(w.format, [&](auto format) {
+    for (int64_t b = 0; b < p.blocks; ++b)
+      dequantise_block<format()>(static_cast<int>(row % kTile), w.data + tile * p.meta_tile + b * l.meta,
+                                 w.data + p.low_start + tile * p.low_tile + b * l.low,
+                                 w.data + p.high_start + tile * p.high_tile + b * l.high, out + b * l.block);
+  });
 }
 
 }  // namespace headrace
