@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.run.head import Flight, Head, Live
+from headrace.run.head import Head
+from headrace.run.live import Flight, Live
 from headrace.run.stage import Run, Stage
 from headrace.run.types import StageEffect
 from headrace.simulate.check import Made, run_seed
