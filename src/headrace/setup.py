@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace import system
 from headrace.cluster.loopback import Loopback
 from headrace.config import resolve
-from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable
+from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable, Unsupported
 from headrace.formats.files import free_bytes
 from headrace.formats.index import open_model
 from headrace.kernels.device import PAGE, Device, KVShape
-from headrace.kernels.dispatch import make_device
+from headrace.kernels.dispatch import TORCH, make_device, make_torch
 from headrace.memory.budget import Budget, human
 from headrace.memory.buffers import round_up
 from headrace.memory.kv import HostKV, kv_shapes, page_nbytes
 from headrace.memory.kv_disk import BOOKS, DiskKV, least_frames, stride, usual_frames
+from headrace.memory.link import Pace
 from headrace.memory.slots import pages_for
 from headrace.memory.stream import BUFFERS, Streamed, evenly, pack
 from headrace.memory.weights import Resident, Weights, layer_nbytes
 from headrace.model.layers import Layer, Model, load_model
+from headrace.plan.plan import Place
+from headrace.run import placing
 from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Stage
+from headrace.run.tiers import TieredComputer
 from headrace.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
@@ -65,6 +69,14 @@ class Options:
     """Folder for packed files, when layers must stream; None: ``packs`` in the cache folder."""
     tell: Callable[[str], None] | None = None
     """Told, in sentences, of what takes long before the first token."""
+    device_ram: int | None = None
+    """Bytes of a PyTorch device's own memory that may be used (``ram`` is the host's); None: no limit is kept."""
+    places: tuple[Place, ...] | None = None
+    """Where each layer lies and is computed, on a PyTorch device; None: there, the rest crosses from the host."""
+    link: Pace | None = None
+    """Slows the link between host and device down to this; None: as fast as it is."""
+    host_device: str = "torch:cpu"
+    """What computes layers placed at the host: "torch:cpu" (the device's formulas) or "cpu" (fast; other numbers)."""
 
 
 @dataclass
@@ -76,7 +88,7 @@ class Parts:
     device: Device
     loop: Loopback
     weights: Weights
-    computer: DeviceComputer
+    computer: DeviceComputer | TieredComputer
     context: int
     budget: Budget
     pass_bytes: int
@@ -108,7 +120,7 @@ def build(path: Path, options: Options) -> Parts:
         model = load_model(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         tokenizer.check_model(model.spec.vocab)
-        return _assemble(model, tokenizer, options)
+        return (_assemble_tiers if options.device in TORCH else _assemble)(model, tokenizer, options)
     except BaseException:
         file.close()
         raise
@@ -123,6 +135,8 @@ def context_of(model: Model, asked: int | None) -> int:
 
 
 def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
+    if (options.device_ram, options.places, options.link) != (None, None, None):
+        raise Unsupported(f"The device {options.device} has no memory of its own to place layers in (--device).")
     context = context_of(model, options.context)
     device = make_device(options.device, threads=options.threads or cores(), cpu=options.cpu)
     layers = model.layers
@@ -138,6 +152,47 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     return Parts(
         model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model), options.kv_bits
     )
+
+
+def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
+    """On a device in PyTorch, with host and disk behind it."""
+    if options.host_device not in ("torch:cpu", "cpu"):
+        raise Unsupported(f"The host can't compute with {options.host_device!r}; choose torch:cpu or cpu.")
+    if options.kv_disk is not None:
+        raise Unsupported(
+            f"The device {options.device} can't keep caches on disk; keep them on the device or the host."
+        )
+    context, threads = context_of(model, options.context), options.threads or cores()
+    near, host = make_torch(options.device, threads=threads), make_torch("torch:cpu", threads=threads)
+    far = host if options.host_device == host.name else make_device(threads=threads, cpu=options.cpu)
+    pages = pages_for(context) * (options.caches or 1)
+    own = range(len(model.layers))
+    job = placing.Job(model, own, (placing.DEVICE,) * len(own), options.kv_bits, pages, options.rows, options.runs)
+    if options.places is None:
+        fixed = Budget()
+        placing.take_device(fixed, near, job)
+        spare = None if options.device_ram is None else options.device_ram - fixed.used + fixed.items["weights"]
+        job = replace(job, places=placing.fill(near, model, spare))
+    else:
+        placing.check_places(model.layers, options.places)
+        job = replace(job, places=options.places)
+    link = placing.make_link(near, options.link)
+    try:
+        budget = Budget(options.ram)
+        budget.take("program", resident_now() + MARGIN)
+        placing.take_host(budget, host, far, link, job)
+        placing.take_device(Budget(options.device_ram), near, job)
+        folder = options.packs or resolve().cache / "packs"
+        computer = placing.assemble(near, host, far, link, job, folder, options.tell)
+    except BaseException:
+        link.close()
+        raise
+    order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
+    loop = Loopback(Head(pages, order), [(Stage(0, len(own), len(own)), computer)])
+    return Parts(
+        model, tokenizer, near, loop, computer.weights, computer, context, budget, pass_bytes(near, model),
+        options.kv_bits,
+    )  # fmt: skip
 
 
 def load_weights(

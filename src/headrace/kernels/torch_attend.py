@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.kernels.device import KVShape, Rows
+from headrace.kernels.device import Rows
 from headrace.kernels.ops import Attend
 from headrace.kernels.torch_kv import TorchKV
 
@@ -138,9 +138,9 @@ def _partials(
     return by_row(m), by_row(tree_sum(p)), by_row(a)
 
 
-def attend_nbytes(op: Attend, shape: KVShape, rows: int) -> int:
+def attend_nbytes(op: Attend, rows: int) -> int:
     """The most working memory of ``attend``: its state, and AT_ONCE units' cache, scores (f32, f64, masks)."""
     state = rows * op.heads * (3 * op.head_dim + 8) * 4
-    widened = AT_ONCE * CHUNK * shape.kv_heads * op.head_dim * 4 * 6
+    widened = AT_ONCE * CHUNK * op.kv_heads * op.head_dim * 4 * 6
     scores = AT_ONCE * QUERIES * op.heads * CHUNK * 4 * 8
     return 2 * state + widened + scores

@@ -20,6 +20,7 @@ from headrace.kernels.device import F32, Bytes, KVShape, Rows
 from headrace.kernels.draw import Draw, Drawn
 from headrace.kernels.ops import Op
 from headrace.kernels.torch_attend import units
+from headrace.kernels.torch_copy import CudaMover, HostMover
 from headrace.kernels.torch_formats import expand, nbytes
 from headrace.kernels.torch_kv import TorchKV, page_nbytes
 from headrace.kernels.torch_ops import TILE, execute, scratch_nbytes
@@ -60,10 +61,8 @@ class TorchRows:
         self.count = rows.count
         self.padded = padded(rows.count)
         self._send = send
-        both = np.zeros((2, self.padded), np.int32)
-        both[0, : self.count], both[1, : self.count] = rows.token, rows.position
-        sent = send(both).long()
-        self.token, self.position = sent[0], sent[1]
+        sent = send(np.stack((rows.token, rows.position))).long()
+        self.token, self.position = torch.nn.functional.pad(sent, (0, self.padded - self.count))
         self.rope: dict[tuple[tuple[float, ...], float], tuple[Tensor, Tensor]] = {}
         self._units: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
 
@@ -129,9 +128,27 @@ class TorchDevice:
         """Memory of the device, uint8 [nbytes]."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
+    def floats(self, rows: int, width: int) -> Tensor:
+        """Zeros of the device, f32 [rows, width]."""
+        return torch.zeros((rows, width), device=self.device)
+
+    def like(self, array: NDArray[Any]) -> Tensor:
+        """Memory of the device for a copy of the array."""
+        return torch.empty_like(torch.from_numpy(array), device=self.device)
+
     def send(self, array: NDArray[Any]) -> Tensor:
-        """A copy on the device, unpaced."""
+        """The array on the device, not over any link; on ``torch:cpu`` not copied."""
         return torch.from_numpy(array).to(self.device)
+
+    def movers(self, piece: int) -> tuple[HostMover | CudaMover, HostMover | CudaMover]:
+        """For a link of pieces of so many bytes: to the device, and to the host."""
+        if self.name == "cuda":
+            return CudaMover(True, piece), CudaMover(False, piece)
+        return HostMover(), HostMover()
+
+    def mark(self) -> Any:
+        """A place in the device's work: what was asked of it until now. None where work is done when asked for."""
+        return torch.cuda.current_stream().record_event() if self.name == "cuda" else None
 
     def rows(self, rows: Rows) -> TorchRows:
         """The rows on the device; made once for all layers of a run."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from headrace.kernels.device import KVShape
 from headrace.kernels.ops import Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
 from headrace.kernels.torch_attend import attend, attend_nbytes, tree_sum
 from headrace.kernels.torch_formats import expanding_nbytes
@@ -150,13 +149,11 @@ _RUN: Mapping[type, Callable[[Any, _Step], None]] = {
 def scratch_nbytes(
     ops: Sequence[Op], width: int, rows: int, shapes: Mapping[str, tuple[str, int, int]], at_once: int
 ) -> int:
-    """The most working memory of ``execute`` for so many (padded) rows: every register, and the hungriest operation."""
-    widths = {"x": width}
-    most, kv_heads, head_dim = 0, 1, 1
-    for op in ops:
-        if isinstance(op, Attend):
-            kv_heads, head_dim = op.kv_heads, op.head_dim
-    shape = KVShape(kv_heads, head_dim)
+    """The most working memory of ``execute`` for so many (padded) rows: every register, and the hungriest operation.
+
+    The factors are bytes a value, temporaries included; a test measures them.
+    """
+    widths, most = {"x": width}, 0
     for op in ops:
         if isinstance(op, Gather):
             widths[op.dst] = shapes[op.table][2]
@@ -166,14 +163,15 @@ def scratch_nbytes(
             widths[op.dst] = n
             need = rows * n * 8 + expanding_nbytes(fmt, max(k, min(n * k, at_once))) + TILE * n * 4
         elif isinstance(op, Attend):
-            widths[op.dst] = op.heads * op.head_dim
-            need = attend_nbytes(op, shape, rows)
+            widths[op.src] = widths[op.dst] = op.heads * op.head_dim
+            widths["k"] = widths["v"] = op.kv_heads * op.head_dim
+            need = attend_nbytes(op, rows) + rows * op.kv_heads * op.head_dim * 32
         elif isinstance(op, StoreKV):
-            need = rows * widths[op.k] * 32
+            continue  # counted with Attend
+        elif isinstance(op, Rope | Scale):
+            need = rows * widths[op.buf] * 32
         else:
-            src = op.buf if isinstance(op, Rope | Scale) else op.src
-            if not isinstance(op, Rope | Scale):
-                widths[op.dst] = widths[src]
-            need = rows * widths[src] * (32 if isinstance(op, Act | Scale) else 16)
+            widths[op.dst] = widths[op.src]
+            need = rows * widths[op.src] * (32 if isinstance(op, Act) else 16)
         most = max(most, need)
     return 4 * rows * sum(widths.values()) + most

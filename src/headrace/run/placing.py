@@ -1,0 +1,186 @@
+"""Layers onto a device, the host and the disk as their Places say: checked, counted, then loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.errors import Unsupported
+from headrace.kernels.device import Device
+from headrace.kernels.split import split
+from headrace.memory.budget import Budget
+from headrace.memory.buffers import round_up
+from headrace.memory.device_weights import DeviceKV, Tiered, whole_nbytes
+from headrace.memory.kv import HostKV, kv_shapes
+from headrace.memory.link import PIECE, Link, Pace
+from headrace.memory.stream import BUFFERS, Streamed, pack
+from headrace.memory.weights import TENSOR_ALIGN, Resident, Weights
+from headrace.model.layers import Layer, Model
+from headrace.plan.plan import Place, spread
+from headrace.run.tiers import Side, TieredComputer
+
+if TYPE_CHECKING:
+    from headrace.kernels.torch_device import TorchDevice
+
+TIERS = ("device", "host", "disk")
+DEVICE = Place("device", "device", "device", "device")
+AHEAD = 2
+"""Copies of the residual rows a run has at a time, while cancelled ones are taken out."""
+
+
+def check_places(layers: Sequence[Layer], places: Sequence[Place]) -> None:
+    """Unsupported, naming the layer, for a placement that this program can't carry out."""
+    if len(places) != len(layers):
+        raise Unsupported(f"{len(places)} places are given and the model has {len(layers)} layers; give one for each.")
+    for layer, p in zip(layers, places, strict=True):
+        wrong = None
+        if p.weights not in TIERS or p.compute not in TIERS[:2]:
+            wrong = "weights lie in one of device, host, disk, and device or host computes"
+        elif p.compute == "host" and p.weights == "device":
+            wrong = "weights for the host's use must lie on the host or the disk"
+        elif layer.kv is not None and p.kv not in ("device", "host"):
+            wrong = "its cache can lie on the device or the host"
+        elif layer.kv is not None and p.attend != p.kv:
+            wrong = "its cache is attended where it lies; caches aren't fetched"
+        elif layer.kv is not None and p.compute == "host" and p.kv == "device":
+            wrong = "a layer computed at the host needs its cache there"
+        if wrong is not None:
+            raise Unsupported(f"Layer {layer.key} can't be placed as {p}: {wrong}.")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be placed: a stage's layers ``own``, and the sizes of its work."""
+
+    model: Model
+    own: Sequence[int]
+    places: Sequence[Place]
+    kv_bits: tuple[int, int]
+    pages: int
+    rows: int
+    runs: int
+
+    def where(self, weights: str, compute: str) -> list[int]:
+        """Own layers with this home of weights and this place of computing."""
+        return [i for i in self.own if (self.places[i].weights, self.places[i].compute) == (weights, compute)]
+
+    def caches(self, kv: str, compute: str) -> list[int]:
+        """Own layers with a cache there, computed there."""
+        with_cache = [i for i in self.own if self.model.layers[i].kv is not None]
+        return [i for i in with_cache if (self.places[i].kv, self.places[i].compute) == (kv, compute)]
+
+
+def resident_nbytes(device: Device, model: Model, layers: Iterable[int]) -> int:
+    """Bytes of these layers in one memory, a shared tensor once."""
+    sizes = {}
+    for layer in (model.layers[i] for i in layers):
+        for name, p in layer.tensors.items():
+            sizes[p.shares or (layer.key, name)] = round_up(device.packed_nbytes(p.fmt, p.n, p.k), TENSOR_ALIGN)
+    return sum(sizes.values())
+
+
+def take_device(budget: Budget, near: TorchDevice, job: Job) -> None:
+    """Count everything the device holds; OverBudget with the ledger when it doesn't fit."""
+    model, layers, rows = job.model, job.model.layers, -(-job.rows // 16) * 16
+    crossing = job.where("host", "device") + job.where("disk", "device")
+    mine = job.where("device", "device") + crossing
+    budget.take("weights", resident_nbytes(near, model, job.where("device", "device")), "place fewer layers there")
+    largest = max((whole_nbytes(near, layers[i]) for i in crossing), default=0)
+    budget.take("weight buffers", min(BUFFERS, len(crossing)) * largest)
+    budget.take("KV cache", job.pages * _page(near, job, "device"), "place caches on the host")
+    scratch = [_scratch(near, layers[i], model.spec.width, job.rows) for i in mine]
+    budget.take("working buffers", max(scratch, default=0), "fewer rows a run would take less")
+    budget.take("activations", AHEAD * 4 * rows * model.spec.width * job.runs)
+
+
+def take_host(budget: Budget, host: TorchDevice, far: Device, link: Link, job: Job) -> None:
+    """Count everything beside the program that the host holds."""
+    model, layers, width = job.model, job.model.layers, job.model.spec.width
+    near_host, far_host, _ = _host_layers(job, far is host)
+    budget.take("weights", resident_nbytes(host, model, near_host) + resident_nbytes(far, model, far_host))
+    buffers = 0
+    for device, disk in ((host, job.where("disk", "device")), (far, job.where("disk", "host"))):
+        extents = [round_up(whole_nbytes(device, layers[i])) for i in disk]
+        buffers += min(BUFFERS, len(disk)) * max(extents, default=0)
+    budget.take("streaming buffers", buffers)
+    staged = [host.packed_nbytes(p.fmt, p.n, p.k)
+              for i in job.where("device", "device") for p in layers[i].tensors.values()]  # fmt: skip
+    budget.take("loading", max(staged, default=0))
+    budget.take("KV cache", job.pages * (_page(host, job, "host", "device") + _page(far, job, "host", "host")))
+    scratch = [_scratch(far, layers[i], width, job.rows) for i in job.where("host", "host") + job.where("disk", "host")]
+    for i in job.caches("host", "device"):
+        ops = [op for part in split(layers[i].ops) if not part.near for op in part.ops]
+        scratch.append(host.scratch_nbytes(ops, width, job.rows, {}))
+    budget.take("working buffers", max(scratch, default=0) + AHEAD * 4 * job.rows * width * job.runs)
+    budget.take("pinned buffers", link.pinned_nbytes)
+
+
+def _host_layers(job: Job, alike: bool) -> tuple[list[int], list[int], list[int]]:
+    """Layers in host memory in the device's layout, in the host's own, and those the host streams.
+
+    alike: the two layouts are one; then a table shared between both kinds is held once, unless some stream.
+    """
+    near, far, streamed = job.where("host", "device"), job.where("host", "host"), job.where("disk", "host")
+    return (near + far, [], []) if alike and not streamed else (near, far, streamed)
+
+
+def _page(device: Device, job: Job, kv: str, compute: str = "device") -> int:
+    shapes = kv_shapes(job.model.layers, job.kv_bits)
+    return sum(device.page_nbytes(shapes[i]) for i in job.caches(kv, compute))
+
+
+def _scratch(device: Device, layer: Layer, width: int, rows: int) -> int:
+    return device.scratch_nbytes(layer.ops, width, rows, {n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()})
+
+
+def fill(near: TorchDevice, model: Model, room: int | None) -> tuple[Place, ...]:
+    """A plain placement: what fits ``room`` bytes stays on the device, the rest crosses from the host, spread.
+
+    The blocks go first, then the ends. The searched plan does better.
+    """
+    count = len(model.layers)
+    sizes = [whole_nbytes(near, layer) for layer in model.layers]
+    crossing = Place("host", "device", "device", "device")
+    for out in range(count + 1):
+        blocks = max(0, count - 2 - out)
+        middle = spread([(DEVICE, blocks), (crossing, count - 2 - blocks)])
+        ends = [crossing if out > count - 2 + i else DEVICE for i in range(2)]
+        places = (ends[0], *middle, ends[1])
+        stay = resident_nbytes(near, model, (i for i, p in enumerate(places) if p is DEVICE))
+        buffers = min(BUFFERS, out) * max((s for s, p in zip(sizes, places, strict=True) if p is crossing), default=0)
+        if room is None or stay + buffers <= room:
+            break
+    return places
+
+
+def make_link(near: TorchDevice, pace: Pace | None) -> Link:
+    """The link of a device: its two movers, perhaps paced."""
+    to_device, to_host = near.movers(PIECE)
+    return Link({"to_device": to_device, "to_host": to_host}, pace)
+
+
+def assemble(
+    near: TorchDevice, host: TorchDevice, far: Device, link: Link, job: Job, packs: Path,
+    tell: Callable[[str], None] | None = None,
+) -> TieredComputer:  # fmt: skip
+    """Pack what lies on disk, load, and join. host: the host's device in PyTorch; far: the one that computes there."""
+    model, layers = job.model, job.model.layers
+    shapes = kv_shapes(layers, job.kv_bits)
+    near_host, far_host, far_disk = _host_layers(job, far is host)
+    hosted = Resident(host, model, near_host)
+    disk = job.where("disk", "device")
+    packed = pack(host, model, disk, packs, tell) if disk else None
+    homes = {i: job.places[i].weights for i in job.own if job.places[i].compute == "device"}
+    near_weights = Tiered(near, host, model, homes, link, hosted, packed)
+    far_weights: Weights = hosted if far is host else Resident(far, model, far_host)
+    if far_disk:
+        streams = pack(far, model, far_disk, packs, tell)
+        far_weights = Streamed(far, model, far_host + far_disk, far_disk, streams)
+    return TieredComputer(
+        layers, job.own, model.spec.width, job.places, near, near_weights,
+        DeviceKV(near, {i: shapes[i] for i in job.caches("device", "device")}, job.pages),
+        Side(far, far_weights, HostKV(far, {i: shapes[i] for i in job.caches("host", "host")}, job.pages)),
+        (host, HostKV(host, {i: shapes[i] for i in job.caches("host", "device")}, job.pages)), link,
+    )  # fmt: skip

@@ -1,0 +1,263 @@
+"""A stage's arithmetic on a device with memory of its own: each layer computed where its Place says.
+
+Residual rows stay on the device from one of its layers to the next. Everything that crosses goes through the link.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kernels.device import F32, BoundProgram, Device, Rows, Weight
+from headrace.kernels.split import Part, split
+from headrace.memory.link import Direction, Link
+from headrace.memory.weights import Weights
+from headrace.model.layers import Layer
+from headrace.plan.plan import Place
+from headrace.run.compute import Cache
+from headrace.run.sample import choose
+from headrace.run.stage import Run
+
+if TYPE_CHECKING:
+    from headrace.kernels.torch_device import TorchDevice, TorchRows
+
+Tensor: TypeAlias = Any
+
+
+@dataclass
+class _Guest:
+    """What the device holds of a run: its live rows' table, and their residual stream while it is there."""
+
+    run: weakref.ref[Run]
+    live: list[int]
+    rows: Rows
+    near: TorchRows
+    far: TorchRows | None = None
+    x: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where layers are computed, with their weights and caches."""
+
+    device: Device
+    weights: Weights
+    cache: Cache
+
+
+class TieredComputer:
+    """Carries Steps of ``own`` layers: ``near`` on a device in PyTorch, ``far`` on the host's device.
+
+    places: of every layer of the model. far_attention: the host's device in PyTorch, for caches on the host whose
+    layers are near, and those caches.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        own: Sequence[int],
+        width: int,
+        places: Sequence[Place],
+        near: TorchDevice,
+        near_weights: Weights,
+        near_cache: Cache,
+        far: Side,
+        far_attention: tuple[TorchDevice, Cache],
+        link: Link,
+    ) -> None:
+        self.device: TorchDevice = near
+        self.link = link
+        self.last, self.end, self.width = len(layers) - 1, max(own) + 1, width
+        self._places = places
+        self._near, self._far = Side(near, near_weights, near_cache), far
+        self._host, self._host_cache = far_attention
+        self._parts: dict[int, tuple[Part, ...]] = {}
+        for i in own:
+            if places[i].compute == "device":
+                away = split(layers[i].ops)
+                self._parts[i] = away if places[i].kv == "host" else (Part(True, layers[i].ops, ()),)
+        self._programs = {i: far.device.compile(layers[i].ops, width) for i in own if places[i].compute == "host"}
+        self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
+        self._guests: dict[int, _Guest] = {}
+        self._holding = -1
+        self._context: AbstractContextManager[Mapping[str, Weight]] | None = None
+        self._weights: Mapping[str, Weight] = {}
+
+    @property
+    def weights(self) -> Weights:
+        """Of the layers near."""
+        return self._near.weights
+
+    @property
+    def cache(self) -> Cache:
+        """Of the layers attended near."""
+        return self._near.cache
+
+    def step(self, layer: int, run: Run) -> None:
+        """Compute one layer of a run's live rows; see ``run.stage.Computer``."""
+        rows = run.rows
+        if layer == self.last and rows.wanted.shape[0] == 0:
+            return
+        weights = self._held(layer)
+        if layer in self._parts:
+            out = self._step_near(layer, run, weights)
+        else:
+            self._to_host(run)
+            run.x = np.empty((rows.count, self.width), np.float32) if run.x is None else run.x
+            out = self._joined(layer, weights).run(run.x, rows, self._far.cache.layer(layer, rows))
+        if layer == self.last:
+            assert out is not None
+            asked = [(i, *run.history[i], run.message.rows[i].position) for i in self._wanted(run)]
+            run.choices = choose(self.device, out, asked)
+        elif layer == self.end - 1:
+            self._to_host(run)
+
+    @staticmethod
+    def _wanted(run: Run) -> list[int]:
+        return [run.live[r] for r in run.rows.wanted.tolist()]
+
+    # --- on the device ----------------------------------------------------------------------------------
+
+    def _step_near(self, layer: int, run: Run, weights: Mapping[str, Weight]) -> F32 | None:
+        """One layer on the device, with its attention where its cache is. Returns logits, if it makes any."""
+        from headrace.kernels.torch_ops import execute
+
+        guest = self._to_device(run)
+        near: dict[str, Tensor] = {"x": guest.x}
+        far: dict[str, Tensor] = {}
+        for part in self._parts[layer]:
+            there = guest.near if part.near else self._far_rows(guest)
+            side, other = (near, far) if part.near else (far, near)
+            if part.brings:
+                self._bring(part, side, other, guest.near.count, guest.near.padded)
+            device: TorchDevice = self.device if part.near else self._host
+            attends_here = part.near and self._places[layer].kv == "device"
+            cache = (self._near.cache if attends_here else self._host_cache).layer(layer, guest.rows)
+            execute(part.ops, side, weights, there, cache, device.at_once)
+        guest.x = near["x"]
+        if "logits" not in near:
+            return None
+        logits: F32 = self._down(near["logits"], len(guest.rows.wanted), "logits")
+        return logits
+
+    def _bring(self, part: Part, side: dict[str, Tensor], other: dict[str, Tensor], count: int, padded: int) -> None:
+        """Copy the registers a part needs from the other place: the run's rows, not their padding."""
+        device: TorchDevice = self.device if part.near else self._host
+        pairs = []
+        for name in part.brings:
+            side[name] = device.floats(padded, other[name].shape[1])
+            pairs.append((side[name][:count], other[name][:count].contiguous()))
+        if part.near:
+            self._cross("to_device", "attention", pairs)
+        else:
+            self._cross("to_host", "qkv", pairs)
+
+    def _far_rows(self, guest: _Guest) -> TorchRows:
+        if guest.far is None:
+            guest.far = type(guest.near)(guest.rows, self._host.send)
+        return guest.far
+
+    # --- what crosses -----------------------------------------------------------------------------------
+
+    def _guest(self, run: Run) -> _Guest:
+        """What the device holds of a run; rows that were cancelled since are taken out."""
+        guest = self._guests.get(run.id)
+        if guest is not None and guest.run() is run and guest.rows is run.rows:
+            return guest
+        from headrace.kernels.torch_device import TorchRows
+
+        number = run.id
+
+        def forget(_: weakref.ref[Run]) -> None:
+            self._forget(number)
+
+        new = _Guest(weakref.ref(run, forget), run.live, run.rows, TorchRows(run.rows, self._up))
+        if guest is not None and guest.run() is run and guest.x is not None:
+            at = {i: r for r, i in enumerate(guest.live)}
+            kept = self._up(np.array([at[i] for i in run.live], np.int32)).long()
+            new.x = self.device.floats(new.near.padded, self.width)
+            new.x[: len(kept)] = guest.x[kept]
+        self._guests[number] = new
+        return new
+
+    def _forget(self, number: int) -> None:
+        """A run is gone; another of its number may be there already."""
+        guest = self._guests.get(number)
+        if guest is not None and guest.run() is None:
+            del self._guests[number]
+
+    def _to_device(self, run: Run) -> _Guest:
+        """The run's residual rows on the device."""
+        guest = self._guest(run)
+        if guest.x is None:
+            guest.x = self.device.floats(guest.near.padded, self.width)
+            if run.x is not None:
+                self._cross("to_device", "x", [(guest.x[: len(run.x)], self._host.send(run.x))])
+                run.x = None
+        return guest
+
+    def _to_host(self, run: Run) -> None:
+        """The run's residual rows on the host, in ``run.x``."""
+        if run.id in self._guests:
+            guest = self._guest(run)
+            if guest.x is not None:
+                run.x = self._down(guest.x, guest.near.count, "x")
+                guest.x = None
+
+    def _down(self, tensor: Tensor, count: int, purpose: str) -> NDArray[np.float32]:
+        here = self._host.floats(count, tensor.shape[1])
+        self._cross("to_host", purpose, [(here, tensor[:count].contiguous())])
+        array: NDArray[np.float32] = here.numpy()
+        return array
+
+    def _up(self, array: NDArray[Any]) -> Tensor:
+        """A small table to the device."""
+        there = self.device.like(array)
+        self._cross("to_device", "rows", [(there, self._host.send(array))])
+        return there
+
+    def _cross(self, direction: Direction, purpose: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy and wait. The device's memory, too, is free for it only after what it was asked before."""
+        self.link.send(direction, purpose, pairs, urgent=True, after=self.device.mark()).result()
+
+    # --- holding ----------------------------------------------------------------------------------------
+
+    def _held(self, layer: int) -> Mapping[str, Weight]:
+        """The layer's weights; a layer stays held until another is asked for."""
+        if layer != self._holding:
+            self._release()
+            side = self._near if layer in self._parts else self._far
+            self._context = side.weights.hold(layer)
+            self._weights, self._holding = self._context.__enter__(), layer
+        return self._weights
+
+    def _joined(self, layer: int, weights: Mapping[str, Weight]) -> BoundProgram:
+        key = layer, id(weights)
+        if key not in self._bound:
+            bound = self._programs[layer].bind(weights)
+            if not self._far.weights.lasting:
+                return bound
+            self._bound[key] = weights, bound
+        return self._bound[key][1]
+
+    def _release(self) -> None:
+        context, self._context, self._weights, self._holding = self._context, None, {}, -1
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Give back what is held, weights, caches and link included."""
+        self._release()
+        self._bound.clear()
+        self._guests.clear()
+        self._near.weights.close()
+        self._far.weights.close()
+        for cache in (self._near.cache, self._far.cache, self._host_cache):
+            cache.close()
+        self.link.close()
