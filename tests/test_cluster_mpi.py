@@ -109,7 +109,7 @@ def test_refusals_come_once_and_end_the_job(tiny: Path) -> None:
         assert done.returncode == 2 and len(ours) == 1 and says in ours[0], done.stderr
 
 
-def ranks_of(job: subprocess.Popen[str]) -> dict[int, int]:
+def ranks_of(job: subprocess.Popen[Any]) -> dict[int, int]:
     """Rank -> process id, once all have started."""
     found = {}
     for child in subprocess.run(
@@ -211,3 +211,34 @@ def test_each_rank_reads_its_own_layers(tiny: Path, tmp_path: Path) -> None:
     table = 288 * WIDTH * 18 // 32
     assert read[0] == table, "rank 0 has the embedding and no block"
     assert read[1] > 4 * table and len(read) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "killed"), [(3, [1]), (3, [2]), (4, [3, 1]), (2, [1])])
+def test_the_others_go_on_with_the_same_text(tmp_path: Path, ranks: int, killed: list[int]) -> None:
+    """With ULFM, a killed rank's layers move to the others and the sequence is computed again from its tokens."""
+    long = tiny_model(tmp_path / "long.gguf", text=True, context=1 << 16)
+    words = ("-m", "headrace", "run", "-m", long, "--raw", "-t", "1", "-c", "8000", "-n", "3000", "--ignore-eos", "hi")
+    alone = [sys.executable, *map(str, words)]
+    whole = subprocess.run(alone, env=environment(), capture_output=True, timeout=120, check=True).stdout
+    started = command(ranks, *words, options=["--with-ft", "ulfm"])
+    job = subprocess.Popen(started, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert job.stdout is not None
+        text = b""
+        processes: dict[int, int] = {}
+        for rank in killed:
+            want = len(text) + 200
+            while len(text) < want:
+                text += os.read(job.stdout.fileno(), 1 << 16)
+            processes = processes or ranks_of(job)
+            os.kill(processes[rank], signal.SIGKILL)
+        rest, err = job.communicate(timeout=100)
+    finally:
+        job.kill()
+    assert text + rest == whole
+    assert len(text) < len(whole) - 1000, "it was killed at work"
+    assert job.returncode == 0, err
+    told = [line for line in err.decode().splitlines() if line.startswith("Lost: ")]
+    assert len(told) == len(killed) and f"rank {killed[0]} on host" in told[0], err
+    assert not any(map(running, processes.values()))

@@ -79,11 +79,11 @@ class Team:
         while True:
             try:
                 return self._gather()
-            except Lost as error:
+            except Lost:
                 if not self.link.reform():
                     raise
                 self.epoch += 1
-                self._tell(error)
+                self._tell()
 
     def _gather(self) -> tuple[Plan, Mine]:
         link = self.link
@@ -111,7 +111,7 @@ class Team:
         parts = self.parts
         if parts is None or not isinstance(parts.loop, MpiHead) or not self.link.reform():
             return False
-        self._tell(error)
+        self._tell()
         self.mine.close()
         self.epoch += 1
         self.plan, self.mine = self.gather()
@@ -119,9 +119,10 @@ class Team:
         parts.loop.restart(_ranks(self.plan), self.head(), self.stages(), self.plan.targets)
         return True
 
-    def _tell(self, error: Lost) -> None:
+    def _tell(self) -> None:
         if self.options.tell is not None:
-            self.options.tell(f"{error} Going on with {self.link.size}.")
+            left = "rank 0 alone" if self.link.size == 1 else f"{self.link.size} ranks"
+            self.options.tell(f"Lost: {self.link.gone}. Going on with {left}.")
 
 
 def lead(path: Path, options: Options, link: Link) -> Parts:

@@ -42,7 +42,8 @@ class Hello:
 class Plan:
     """Head to each rank: edges [first, end) of every rank's layers, targets' ranks first, and threads of each rank.
 
-    pages: of the cache. rows: most in a run. targets: how many of the ranks hold the target model.
+    pages: of the cache. rows: most in a run. targets: how many of the ranks hold the target model. epoch: rises with
+    every plan, so that nothing of an earlier one is taken for this one's.
     """
 
     firsts: tuple[int, ...]
@@ -51,6 +52,7 @@ class Plan:
     pages: int
     rows: int
     targets: int
+    epoch: int
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ first stage. Every rank looks at what has come before each step, so a cancel is 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from headrace.cluster.handshake import Control, Failure, Stop
@@ -16,7 +18,19 @@ from headrace.cluster.message import Limits, Message
 from headrace.errors import BadMessage, HeadraceError, Lost
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
-from headrace.run.types import Cancel, Committed, Draft, Emit, Finish, Passed, Result, RunMessage
+from headrace.run.types import (
+    Cancel,
+    Committed,
+    Draft,
+    Emit,
+    Finish,
+    Forget,
+    Passed,
+    Result,
+    RunMessage,
+    Submit,
+    Withdraw,
+)
 
 CONTROL = -3
 """The address of messages that are for the rank itself."""
@@ -36,6 +50,8 @@ class Link(Protocol):
     """What carries messages between ranks: ``cluster.mpi.Link``."""
 
     hosts: tuple[str, ...]
+    origins: tuple[int, ...]
+    gone: str
     limits: dict[int, Limits]
 
     @property
@@ -46,6 +62,7 @@ class Link(Protocol):
     def send(self, rank: int, to: int, message: Message | Control) -> None: ...
     def receive(self) -> Arrival | None: ...
     def wait(self, seconds: float) -> None: ...
+    def reform(self) -> bool: ...
 
 
 def for_address(carrier: Carrier, to: int) -> tuple[type, ...]:
@@ -104,11 +121,13 @@ class MpiHead(Routed, Loopback):
         targets: int,
         drafter: Drafter | None = None,
         drafting: bool = False,
+        recover: Callable[[Lost], bool] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(head, stages, drafter, clock)
         self.link, self.ranks = link, ranks
         self.targets, self.drafting = targets, drafting or drafter is not None
+        self.recover = recover
         self._failure: HeadraceError | None = None
 
     @property
@@ -120,19 +139,51 @@ class MpiHead(Routed, Loopback):
         if self._failure is not None:
             raise self._failure
         try:
-            while not self._out:
-                self.take()
-                if self._queue:
-                    self.turn()
-                elif self.head.idle:
-                    break
-                else:
-                    self.link.wait(NAP)
+            while not self._out and self._work():
+                pass
         except HeadraceError as error:
             self._failure = error
             raise
         out, self._out = self._out, []
         return out
+
+    def _work(self) -> bool:
+        """One thing, or a while of waiting; False when there is nothing left to do."""
+        try:
+            self.take()
+            if self._queue:
+                self.turn()
+            elif self.head.idle:
+                return False
+            else:
+                self.link.wait(NAP)
+        except Lost as error:
+            if self.recover is None or not self.recover(error):
+                raise
+        return True
+
+    def restart(
+        self, ranks: Mapping[int, int], head: Head, stages: Sequence[tuple[Stage, Computer]], targets: int
+    ) -> None:
+        """Go on with another head and other stages: what was under way is computed again from its tokens.
+
+        Tokens already told are not told again: each depends on the ones before it and its position alone.
+        """
+        before, queue = self.head, self._queue
+        again = [
+            Submit(
+                replace(
+                    live.request,
+                    tokens=tuple(live.tokens),
+                    max_tokens=live.request.max_tokens - live.emitted,
+                    continues=None,
+                )
+            )
+            for live in before.live.values()
+        ]
+        asked = [event for to, event in queue if to == self.HEAD and isinstance(event, Submit | Withdraw | Forget)]
+        self.ranks, self.head, self.stages, self.targets = ranks, head, list(stages), targets
+        self._queue = deque((self.HEAD, event) for event in (*again, *map(Submit, before.waiting), *asked))
 
     def control(self, arrival: Arrival) -> None:
         if isinstance(arrival.message, Failure):

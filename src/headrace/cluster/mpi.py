@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import mpi4py
@@ -40,12 +40,17 @@ PATIENCE = 15.0
 FAREWELL = 5.0
 """Seconds that leaving may take."""
 NAME = 64
+REGROUP = 60.0
+"""Seconds that those who are left may take to come together."""
+GONE = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+"""What ULFM (`mpirun --with-ft ulfm`) says of a communicator that has lost a rank."""
 
 
 class Link:
     """This process in the MPI job: ``send``, ``receive`` and ``wait``, to be called from one thread.
 
-    limits: what each of this rank's addresses accepts; set it before others may send there. hosts: of all ranks.
+    limits: what each of this rank's addresses accepts; set it before others may send there. hosts: of all ranks;
+    origins: the numbers they were started with; gone: names of those that were there before the last ``reform``.
     sent: (address, bytes or messages) so far.
     """
 
@@ -53,6 +58,8 @@ class Link:
         self.rank = 0
         self.status: int | None = None
         self.hosts: tuple[str, ...] = ()
+        self.origins: tuple[int, ...] = ()
+        self.gone = ""
         self.limits: dict[int, Limits] = {}
         self.sent: Counter[tuple[int, str]] = Counter()
         self._watched: dict[int, float] = {}
@@ -65,10 +72,13 @@ class Link:
         self._incoming: list[tuple[int, int, Any, memoryview]] = []
         self._status = MPI.Status()
         self._last = 0.0
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._main, args=(started,), name="mpi", daemon=True)
+        self._broken = self._regroup = self._headless = False
+        self._kept: list[object] = []
+        """Buffers of transfers that will never end: MPI may still know them."""
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="mpi", daemon=True)
         self._thread.start()
-        started.wait()
+        self._ready.wait()
         self._raise()
 
     @property
@@ -105,6 +115,24 @@ class Link:
         self._watched = dict.fromkeys(ranks, time.monotonic())
         _release(self._wake)
 
+    def reform(self) -> bool:
+        """After a ``Lost``: come together again with those who are left, under new numbers, nothing under way.
+
+        False when that can't be: no ULFM, the head is gone, or it took too long. Another loss on the way is a Lost
+        in ``receive`` as usual.
+        """
+        if not self._broken:
+            return False
+        self._watched = {}
+        self.limits.clear()
+        self._ready.clear()
+        self._regroup = True
+        _release(self._wake)
+        if not self._ready.wait(REGROUP) or self._headless:
+            return False
+        self.watch(range(1, self.size) if self.rank == 0 else [0])
+        return True
+
     def leave(self) -> bool:
         """Send what is queued and leave MPI, waiting for the other ranks unless one is lost. False: took too long."""
         self._watched = {}
@@ -119,19 +147,19 @@ class Link:
 
     # --- the communication thread -----------------------------------------------------------------------
 
-    def _main(self, started: threading.Event) -> None:
+    def _main(self) -> None:
         try:
             MPI.Init_thread(MPI.THREAD_FUNNELED)
-            comm = MPI.COMM_WORLD
-            comm.Set_errhandler(MPI.ERRORS_RETURN)
-            self.rank = comm.Get_rank()
-            own, names = bytearray(NAME), bytearray(NAME * comm.Get_size())
-            own[:] = MPI.Get_processor_name().encode()[:NAME].ljust(NAME, b"\0")
-            comm.Allgather([own, MPI.BYTE], [names, MPI.BYTE])
-            some = [bytes(names[i : i + NAME]).rstrip(b"\0") for i in range(0, len(names), NAME)]
-            self.hosts = tuple(name.decode(errors="replace") for name in some)
-            started.set()
-            self._work(comm)
+            comm: MPI.Intracomm | None = MPI.COMM_WORLD
+            while comm is not None:
+                try:
+                    self._meet(comm)
+                    self._work(comm)
+                    break
+                except MPI.Exception as error:
+                    if error.Get_error_class() not in GONE:
+                        raise
+                comm = self._break_up(comm)
             if not self.lost:  # it would wait for the lost
                 MPI.Finalize()
             self._left = True
@@ -140,7 +168,45 @@ class Link:
         except Exception as error:
             self._tell(-1, Unavailable(f"MPI failed on this machine ({error!r}); start again, with other MPI options."))
         finally:
-            started.set()
+            self._ready.set()
+
+    def _meet(self, comm: MPI.Intracomm) -> None:
+        """Learn everybody's host and number."""
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, size = comm.Get_rank(), comm.Get_size()
+        own, names = bytearray(NAME), bytearray(NAME * size)
+        own[:] = MPI.Get_processor_name().encode()[:NAME].ljust(NAME, b"\0")
+        comm.Allgather([own, MPI.BYTE], [names, MPI.BYTE])
+        before = dict(zip(self.origins, map(self.name, range(self.size)), strict=True))
+        some = [bytes(names[i : i + NAME]).rstrip(b"\0") for i in range(0, len(names), NAME)]
+        self.hosts = tuple(name.decode(errors="replace") for name in some)
+        origins = MPI.Group.Translate_ranks(comm.Get_group(), range(size), MPI.COMM_WORLD.Get_group())
+        self.origins = tuple(map(int, origins))
+        self.gone = ", ".join(name for origin, name in before.items() if origin not in self.origins)
+        self._headless = self.origins[0] != 0
+        self._ready.set()
+
+    def _break_up(self, comm: MPI.Intracomm) -> MPI.Intracomm | None:
+        """A rank is gone: make it known, and wait until this process wants to go on (a new communicator) or leave."""
+        with suppress(MPI.Exception):
+            comm.Revoke()
+        failed = comm.Get_failed()
+        gone = MPI.Group.Translate_ranks(failed, range(failed.Get_size()), comm.Get_group())
+        who = ", ".join(map(self.name, gone)) or "a rank that others know of"
+        self.lost = self._broken = True
+        self._tell(-1, Lost(f"Lost: {who}; its process ended, or its machine can't be reached."))
+        self._ready.set()
+        while not self._regroup:
+            if self._leaving:
+                return None
+            self._wake.acquire(timeout=LONGEST)
+        self._kept += [*self._sending, *self._incoming]
+        self._sending, self._incoming = [], []
+        self._outbox.clear()
+        self._inbox.clear()
+        self._broken = self._regroup = False
+        smaller: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]
+        return smaller
 
     def _work(self, comm: MPI.Intracomm) -> None:
         self._last = moved = time.monotonic()
