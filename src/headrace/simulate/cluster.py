@@ -121,9 +121,9 @@ def pipeinfer(knobs: Knobs) -> Strategy:
     )
 
 
-def ours(eager: float = 1.0, floor: float = 0.01, rows: int = 64) -> Strategy:
+def ours(floor: float = 0.01, rows: int = 64) -> Strategy:
     def make(cluster: Cluster) -> tuple[GuessPolicy, Growth | None, Order]:
-        policy = Measured(cluster.speed(), rows, eager=eager, floor=floor)
+        policy = Measured(cluster.speed(), rows, floor=floor)
         return policy, Continuous(cluster.curve), Order(blocks=4 * len(cluster.layers) + 8, guesses=rows)
 
     return Strategy("ours", make)

@@ -9,16 +9,19 @@ guesses don't come true nothing is launched. With one stage this is tree specula
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from itertools import accumulate
+from math import exp, inf, log
 
 from headrace.run.policy import NoGuesses
 from headrace.run.schedule import Order
 from headrace.run.tree import Node
 from headrace.run.types import Draft, Row
 from headrace.speculate.calibrate import Calibration
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Rows a run that are tried."""
 
 
 @dataclass(frozen=True)
@@ -36,52 +39,50 @@ class Speed:
 
 @dataclass
 class _Seq:
-    heap: list[tuple[float, int, Node]] = field(default_factory=list)
-    """Guesses that were not launched, the likeliest first."""
-    rate: float = 0.0
-    """Committed tokens a second, smoothed."""
-    last: float = -1.0
+    open: list[Node] = field(default_factory=list)
+    """Guesses that were not launched, parents first."""
+    going: float = 0.5
+    """Chance that a right guess is followed by another that was launched, smoothed."""
 
 
 class Measured(NoGuesses):
-    """See the module's docstring. speed: what runs take; rows: most guesses in a run; eager: weight of worth."""
+    """See the module's docstring. speed: what runs take; rows: most guesses in a run; floor: least chance."""
 
-    def __init__(
-        self, speed: Speed, rows: int = 64, most_guesses: int = 1024, floor: float = 0.01, eager: float = 1.0
-    ) -> None:
-        self.speed, self.rows, self.most_guesses, self.floor, self.eager = speed, rows, most_guesses, floor, eager
+    def __init__(self, speed: Speed, rows: int = 64, most_guesses: int = 1024, floor: float = 0.01) -> None:
+        self.speed, self.rows, self.most_guesses, self.floor = speed, rows, most_guesses, floor
         self.calibration = Calibration()
         self._seqs: dict[int, _Seq] = {}
-        self._count = 0
         self._passing = [0.0] + [speed.passing(r) for r in range(1, 2 * rows + 2)]
         self._entering = [0.0] + [speed.entering(r) for r in range(1, 2 * rows + 2)]
         self._flying = 0
+        self._arrives = 0.0
+        """When the last run launched is expected back."""
+        self._late = 2.0 * self._passing[1]
+        """When a token comes whose guess was never launched: a pass finds that out, and one more computes it."""
 
     # --- learning ---------------------------------------------------------------------------------------
 
     def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
-        heap = self._seqs.setdefault(seq, _Seq()).heap
+        state = self._seqs.setdefault(seq, _Seq())
         for node in fresh:
             assert node.parent is not None
             node.score = node.parent.score + self.calibration.score(node.drafter, node.rank, node.probability)
-            self._count += 1
-            heapq.heappush(heap, (-node.score, self._count, node))
+            state.open.append(node)
 
     def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
         for node in (*tip.children.values(), *((chosen,) if chosen else ())):
             self.calibration.note(node.drafter, node.rank, node.probability, node is chosen)
         state = self._seqs.setdefault(seq, _Seq())
-        if state.last >= 0.0:
-            # Smoothed over some passes: tokens per second, from the mean time of a token.
-            took = now - state.last
-            mean = took if state.rate == 0.0 else 0.95 / state.rate + 0.05 * took
-            state.rate = 1.0 / max(mean, 1e-9)
-        state.last = now
-        if chosen is None:
-            state.heap.clear()
+        state.going += 0.02 * ((chosen is not None and chosen.launched) - state.going)
+        if chosen is None or not chosen.launched:
+            # All that is under way is dead, and will be gone in a moment.
+            self._arrives = now
 
     def launched(self, run: int, rows: Sequence[tuple[Row, Node | None]], now: float) -> None:
         self._flying += 1
+        size = min(len(rows), len(self._passing) - 1)
+        if size:
+            self._arrives = now + self._arrival(size, self._arrives - now)
 
     def returned(self, run: int, rows: int, now: float) -> None:
         self._flying -= 1
@@ -100,60 +101,77 @@ class Measured(NoGuesses):
         if known >= order.rows or (not sizes and not self._room()):
             return []
         most = min(self.rows, order.guesses, order.rows - known)
-        picked = self._pick(tips, known, most)
+        picked = self._pick(tips, known, most, now)
         return [(max(len(sizes) - 1, 0), picked)] if picked else []
 
     def _room(self) -> bool:
         """Whether the pipeline isn't full already: its slowest part may not be stage 0."""
         return self._flying <= self._passing[1] / self._entering[1] + 1
 
-    def _pick(self, tips: Sequence[tuple[int, Node]], known: int, most: int) -> list[tuple[int, Node]]:
-        picked: list[tuple[int, Node]] = []
-        inside: set[int] = set()
-        # Chance (summed over sequences) that text waits for this run; certain where it carries next tokens.
-        waiting = float(known)
-        heads = dict(tips)
-        queue = [(self._worth(seq, tip), seq) for seq, tip in tips]
-        queue = [(-w, seq) for w, seq in queue if w > 0.0]
-        heapq.heapify(queue)
-        while queue and len(picked) < most:
-            worth, seq = heapq.heappop(queue)
-            p = self._chance(seq, heads[seq])
-            node = self._seqs[seq].heap[0][2]
-            rows = known + len(picked)
-            adds = p if id(node.parent) not in inside and not known else 0.0
-            if not self._pays(p, -worth, rows, waiting + adds):
+    def _pick(self, tips: Sequence[tuple[int, Node]], known: int, most: int, now: float) -> list[tuple[int, Node]]:
+        """The likeliest guesses, as many as let the text go on soonest."""
+        ranked: list[tuple[float, float, int, Node]] = []
+        for seq, tip in tips:
+            ranked.extend(self._candidates(seq, tip))
+        if not ranked:
+            return []
+        ranked.sort(key=lambda entry: -entry[0])
+        sums = [0.0, *accumulate(entry[0] for entry in ranked)]
+        if known:
+            stop = sum(1.0 - self._seqs[seq].going for seq, _ in tips if seq in self._seqs) / len(tips)
+            count = self._riders(sums, known, known * stop, most)
+        else:
+            count = self._width(sums, 0.0, self._arrives - now, most)[1]
+        return [(seq, node) for _, _, seq, node in ranked[:count]]
+
+    def _width(self, sums: list[float], start: float, ahead: float, most: int, first: int = 0) -> tuple[float, int]:
+        """Rows a run, if all runs from now on had that many, by which the text's end in the tree comes soonest.
+
+        sums: running sums of each guess's chance to be the last right one, likeliest first; those before ``first``
+        travel already. A run starts ``start`` seconds from now and can't overtake one whose answers come
+        ``ahead`` seconds from now. Returns (sum of chance times arrival, rows).
+        """
+        total = len(sums) - 1
+        best = (inf, 0)
+        for rows in WIDTHS:
+            if rows > most or (rows > 1 and rows >= 2 * (total - first)):
                 break
-            heapq.heappop(self._seqs[seq].heap)
-            picked.append((seq, node))
-            inside.add(id(node))
-            waiting += adds
-            again = self._worth(seq, heads[seq])
-            if again > 0.0:
-                heapq.heappush(queue, (-again, seq))
-        return picked
+            arrives = max(start + self._passing[rows], ahead + self._entering[rows])
+            step, late, cost, at = self._entering[rows], self._late, 0.0, first
+            while at < total and arrives < late:
+                end = min(at + rows, total)
+                cost += (sums[end] - sums[at]) * arrives
+                arrives += step
+                at = end
+            best = min(best, (cost + (sums[total] - sums[at]) * late, rows))
+        return best
 
-    def _pays(self, p: float, worth: float, rows: int, waiting: float) -> bool:
-        if p < self.floor:
-            return False
-        if rows == 0:
-            return True
-        return self.eager * worth > (self._passing[rows + 1] - self._passing[rows]) * waiting
+    def _riders(self, sums: list[float], known: int, ending: float, most: int) -> int:
+        """How many guesses should travel with ``known`` rows, after ``ending`` of which (in chance) the text misses."""
+        best = (inf, 0)
+        for riders in (0, *WIDTHS):
+            if riders > min(most, len(sums) - 1):
+                break
+            rows = known + riders
+            arrives = self._passing[rows]
+            rest, _ = self._width(sums, self._entering[rows], arrives, self.rows, riders)
+            best = min(best, ((ending + sums[riders]) * arrives + (rest if riders < len(sums) - 1 else 0.0), riders))
+        return best[1]
 
-    def _chance(self, seq: int, tip: Node) -> float:
-        """Of the sequence's likeliest guess that could be launched; 0 when there is none."""
+    def _arrival(self, rows: int, ahead: float) -> float:
+        """When a run's answers would be here, in seconds from now: it can't overtake the run ahead."""
+        return max(self._passing[rows], ahead + self._entering[rows])
+
+    def _candidates(self, seq: int, tip: Node) -> list[tuple[float, float, int, Node]]:
+        """(worth, chance, sequence, node) of the sequence's guesses that could be launched, above the floor."""
         state = self._seqs.get(seq)
         if state is None:
-            return 0.0
-        heap = state.heap
-        while heap and (heap[0][2].dead or heap[0][2].launched or heap[0][2] is tip):
-            heapq.heappop(heap)
-        return exp(heap[0][2].score - tip.score) if heap else 0.0
-
-    def _worth(self, seq: int, tip: Node) -> float:
-        """Seconds the sequence gains, on average, when its likeliest guess goes now and not with the next run."""
-        p = self._chance(seq, tip)
-        if p == 0.0:
-            return 0.0
-        token = 1.0 / self._seqs[seq].rate if self._seqs[seq].rate else self._passing[1]
-        return p * min(self._entering[1], token)
+            return []
+        state.open = [n for n in state.open if not (n.dead or n.launched)]
+        stop, least = 1.0 - state.going, log(self.floor) + tip.score
+        found = []
+        for node in state.open:
+            if node.score >= least and node is not tip:
+                p = exp(node.score - tip.score)
+                found.append((p * stop, p, seq, node))
+        return found

@@ -43,10 +43,13 @@ class _Making:
 
 
 class Microbatches:
-    """The drafter's side. trace: the cutoff at each start of a tree, for tests and reports."""
+    """The drafter's side. trace: the cutoff at each start of a tree, for tests and reports.
 
-    def __init__(self, knobs: Knobs, width: int = 5) -> None:
-        self.knobs, self.width = knobs, width
+    lead: it rests so many tokens beyond what is known (there, that program's 1000 partitions are the limit).
+    """
+
+    def __init__(self, knobs: Knobs, width: int = 5, lead: int = 40) -> None:
+        self.knobs, self.width, self.lead = knobs, width, lead
         self.trace: list[float] = []
         self._making: dict[int, _Making] = {}
 
@@ -72,6 +75,8 @@ class Microbatches:
         m = self._making[grown.seq]
         while not m.resting and not m.ready and grown.root.state == DONE:
             if not m.active:
+                if m.end is not None and m.end.position - grown.root.position >= self.lead:
+                    return []
                 m.active, m.taken, m.branches = [m.end or grown.root], [], 1
                 self.trace.append(self.cutoff(m.made, m.missed))
             if any(leaf.state == FLYING for leaf in m.active):
