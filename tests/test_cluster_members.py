@@ -68,6 +68,8 @@ class NetLink:
     def __init__(self, net: Net, rank: int, size: int) -> None:
         self.net, self.rank, self.size = net, rank, size
         self.hosts = tuple(f"host{i}" for i in range(size))
+        self.origins = tuple(range(size))
+        self.gone = ""
         self.limits: dict[int, Limits] = {}
         self.inbox: deque[Arrival] = deque()
 
@@ -94,6 +96,9 @@ class NetLink:
 
     def wait(self, seconds: float) -> None:
         self.net.work()
+
+    def reform(self) -> bool:
+        return False
 
 
 def cluster(model: Model, drafter: Scripted | None, seed: int) -> tuple[MpiHead, list[Member], Net]:
@@ -189,7 +194,7 @@ def test_messages_for_the_wrong_address_are_refused(model: Model) -> None:
 
 HELLO = Hello("0.1", "ab", "", (16, 16), "0.5,0.5", (0, 1))
 CONTROLS: list[Control] = [
-    HELLO, Plan((0, 2), (2, 5), (1, 2), 64, 512, 2), Stop(2), Failure("the disk é"), Ping()
+    HELLO, Plan((0, 2), (2, 5), (1, 2), 64, 512, 2, 1), Stop(2), Failure("the disk é"), Ping()
 ]  # fmt: skip
 
 
@@ -251,3 +256,33 @@ def test_threads_are_shared_by_the_ranks_of_a_host() -> None:
     assert threads_each([hello(0)] * 3, ["a"] * 3, [0]) == (1, 1, 1)
     assert threads_each([hello(0, 1)] * 2, ["a", "a"], [6]) == (6, 6)
     assert threads_each([hello(0, 1)] * 2, ["a", "b"], [6, 0]) == (6, 2)
+
+
+def test_a_lost_rank_is_replaced_and_nothing_told_twice(model: Model, plain) -> None:  # type: ignore[no-untyped-def]
+    """What was under way is computed again by another cluster, from its tokens on; the rest waits its turn."""
+    loop, _, net = cluster(model, None, 1)
+    loop.head.order = Order(rows=16, sequences=2)
+    again = 0
+
+    def recover(error: Lost) -> bool:
+        nonlocal again
+        again += 1
+        other, members, _ = cluster(model, None, 2)
+        net.members[:] = members
+        net.links[:] = [other.link, *(m.link for m in members)]  # type: ignore[list-item]
+        loop.link = other.link
+        loop.restart(other.ranks, Head(PAGES, Order(rows=16, sequences=2), epoch=0), other.stages, 3)
+        return True
+
+    loop.recover = recover
+    for request in requests():
+        loop.submit(Submit(request))
+    tokens: dict[int, list[int]] = {r.id: [] for r in requests()}
+    while not loop.idle:
+        for out in loop.pump():
+            if isinstance(out, Emit):
+                tokens[out.request].append(out.token)
+        if again < 2 and sum(map(len, tokens.values())) >= 9 * (again + 1):
+            net.links[0].inbox.append(Arrival(-1, CONTROL, Lost("Lost: rank 1.")))
+    assert again == 2 and tokens == plain[0]
+    assert loop.head.check_integrity() == [] and loop.head.pool.available == PAGES
