@@ -25,7 +25,7 @@ class CpuDevice:
 
     name = "cpu"
     layout = "rows8"
-    layout_version = 1
+    layout_version = 2
 
     def __init__(self, threads: int, path: str = "") -> None:
         self._native = _native.Device(threads, path)
@@ -48,8 +48,8 @@ class CpuDevice:
     def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
         return _native.packed_nbytes(fmt, n, k)
 
-    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes) -> None:
-        _native.pack(fmt, n, k, raw, out)
+    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes, first: int = 0) -> None:
+        _native.pack(fmt, n, k, raw, out, first)
 
     def weight(self, fmt: str, n: int, k: int, packed: Bytes) -> _native.Matrix:
         return _native.Matrix(fmt, n, k, packed)

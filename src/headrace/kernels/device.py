@@ -98,8 +98,11 @@ class Device(Protocol):
         """Bytes of a [n, k] tensor in this device's layout: at most the file's + 3%."""
         ...
 
-    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes) -> None:
-        """File bytes (rows one after the other) to the device's layout. out: packed_nbytes, 64-aligned."""
+    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes, first: int = 0) -> None:
+        """File bytes (rows one after the other) to the device's layout. out: packed_nbytes, 64-aligned.
+
+        raw: all rows; or, part by part in order, those from ``first`` on, a multiple of 8 of them (the last part: any).
+        """
         ...
 
     def weight(self, fmt: str, n: int, k: int, packed: Bytes) -> Weight:

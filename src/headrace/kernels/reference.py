@@ -51,8 +51,9 @@ class ReferenceDevice:
     def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
         return n * row_nbytes(fmt, k)
 
-    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes) -> None:
-        out[: raw.size] = raw
+    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes, first: int = 0) -> None:
+        at = first * row_nbytes(fmt, k)
+        out[at : at + raw.size] = raw
 
     def weight(self, fmt: str, n: int, k: int, packed: Bytes) -> _Weight:
         return _Weight(fmt, n, k, packed[: self.packed_nbytes(fmt, n, k)])

@@ -19,7 +19,7 @@ from headrace.kernels.cpu import CpuDevice
 from headrace.kernels.device import F32, Bytes, KVShape, Rows
 from headrace.kernels.draw import Draw, Drawn
 from headrace.kernels.ops import Op
-from headrace.kernels.torch_attend import units
+from headrace.kernels.torch_attend import units, units_nbytes
 from headrace.kernels.torch_copy import CudaMover, HostMover
 from headrace.kernels.torch_formats import expand, nbytes
 from headrace.kernels.torch_kv import TorchKV, page_nbytes
@@ -78,7 +78,7 @@ class TorchRows:
         """Of ``torch_attend.units``, for ``Attend`` with this window."""
         if window not in self._units:
             self._units[window] = [
-                tuple(self._send(a.astype(np.int32)).long() for a in (u.slots, u.rows, u.low, u.high))
+                (self._send(u.slots), self._send(u.rows).long(), self._send(u.low), self._send(u.high))
                 for u in units(self.host, window)
             ]
         return self._units[window]
@@ -116,8 +116,9 @@ class TorchDevice:
     def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
         return nbytes(fmt, n, k)
 
-    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes) -> None:
-        out[: raw.size] = raw
+    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes, first: int = 0) -> None:
+        at = nbytes(fmt, first, k)
+        out[at : at + raw.size] = raw
 
     def weight(self, fmt: str, n: int, k: int, packed: Bytes | Tensor) -> TorchWeight:
         """packed: bytes of the host (on ``cuda`` they are copied), or a uint8 tensor of the device."""
@@ -163,6 +164,10 @@ class TorchDevice:
         self, ops: Sequence[Op], width: int, max_rows: int, shapes: Mapping[str, tuple[str, int, int]]
     ) -> int:
         return scratch_nbytes(ops, width, padded(max_rows), shapes, self.at_once)
+
+    def tables_nbytes(self, rows: int, context: int, slots: int) -> int:
+        """Of the slot lists that a run's rows attend over, for one window: at most ``context`` of a sequence's."""
+        return units_nbytes(rows, context, slots)
 
     def page_nbytes(self, shape: KVShape) -> int:
         return page_nbytes(shape)

@@ -50,18 +50,14 @@ def layer_nbytes(device: Device, layer: Layer) -> int:
 
 
 def pack_tensor(device: Device, model: Model, plan: TensorPlan, out: Bytes) -> None:
-    """Read a tensor from its file and pack it into ``out``, a few rows at a time where the layout allows."""
+    """Read a tensor from its file and pack it into ``out``, a few rows at a time where the file has them in order."""
     rows = max(8, CHUNK // max(1, plan.nbytes // plan.n) // 8 * 8)
-    eight = device.packed_nbytes(plan.fmt, 8, plan.k)
-    if plan.n <= rows or plan.source.spans is not None or device.packed_nbytes(plan.fmt, 16, plan.k) != 2 * eight:
+    if plan.n <= rows or plan.source.spans is not None:
         device.pack(plan.fmt, plan.n, plan.k, fetch(model.file, plan), out)
         return
     info = model.file.tensors[plan.source.tensor]
     for start in range(0, plan.n, rows):
-        count = min(rows, plan.n - start)
-        raw = model.file.read(info, slice(start, start + count))
-        at = start // 8 * eight
-        device.pack(plan.fmt, count, plan.k, raw, out[at : at + device.packed_nbytes(plan.fmt, count, plan.k)])
+        device.pack(plan.fmt, plan.n, plan.k, model.file.read(info, slice(start, start + rows)), out, start)
 
 
 class Resident:

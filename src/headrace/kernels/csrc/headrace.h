@@ -44,6 +44,9 @@ int64_t packed_bytes(Format format, int64_t n, int64_t k);
 
 // File bytes (rows one after the other) to packed layout. out: packed_bytes, every byte written. Thread-safe.
 void pack(Format format, int64_t n, int64_t k, const uint8_t* raw, uint8_t* out);
+// A part of it: `count` rows from `first` on (a multiple of 8, as is `count` unless it ends with row n); raw: these rows
+// only. The part with row 0 comes before the others, and writes every byte that is no row's.
+void pack_rows(Format format, int64_t n, int64_t k, int64_t first, int64_t count, const uint8_t* raw, uint8_t* out);
 
 // out[0, k): the file's exact values of one row (what Gather reads); the same on every path.
 void dequantise_row(const Matrix& w, int64_t row, float* out);

@@ -59,17 +59,20 @@ struct MatrixRef {
   }
 };
 
-void pack_into(const std::string& format, int64_t n, int64_t k, const Bytes& raw, const OutBytes& out) {
+void pack_into(const std::string& format, int64_t n, int64_t k, const Bytes& raw, const OutBytes& out, int64_t first) {
   const Format f = format_of(format);
   const BlockSize b = block_size(f);
   const int64_t need = stored_bytes(f, n, k);
-  if (static_cast<int64_t>(raw.size()) != n * (k / b.elements) * b.bytes) throw std::invalid_argument("pack: raw has another size");
+  const int64_t row = k / b.elements * b.bytes, count = row ? static_cast<int64_t>(raw.size()) / row : 0;
+  if (count * row != static_cast<int64_t>(raw.size()) || first < 0 || first % 8 || first + count > n ||
+      (count % 8 && first + count < n) || (first == 0 && count < std::min<int64_t>(n, 8)))
+    throw std::invalid_argument("pack: raw has another size");
   if (static_cast<int64_t>(out.size()) < need) throw std::invalid_argument("pack: out is too small");
   const uint8_t* from = raw.data();
   uint8_t* to = out.data();
   nb::gil_scoped_release free_gil;
   if (n == 1) std::memcpy(to, from, static_cast<size_t>(need));
-  else pack(f, n, k, from, to);
+  else pack_rows(f, n, k, first, count, from, to);
 }
 
 struct RowsRef {
@@ -164,7 +167,7 @@ void bind_data(nb::module_& m) {
         else dequantise_row(r.m, i, out.data());
       });
   m.def("packed_nbytes", [](const std::string& f, int64_t n, int64_t k) { return stored_bytes(format_of(f), n, k); });
-  m.def("pack", &pack_into, "fmt"_a, "n"_a, "k"_a, "raw"_a, "out"_a);
+  m.def("pack", &pack_into, "fmt"_a, "n"_a, "k"_a, "raw"_a, "out"_a, "first"_a = 0);
   nb::class_<RowsRef>(m, "Rows").def(nb::init<const std::vector<Ints>&>());
   nb::class_<KVRef>(m, "KV")
       .def(nb::init<int64_t, int64_t, int, int, Addresses>(), "kv_heads"_a, "head_dim"_a, "k_bits"_a, "v_bits"_a, "pages"_a)

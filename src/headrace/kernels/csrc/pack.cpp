@@ -178,7 +178,7 @@ void put_meta(Format f, const Spread* rows, uint8_t* meta) {
 }
 
 template <Format F>
-void pack_tile(int64_t tile, int64_t n, int64_t k, const uint8_t* raw, const Planes& p, uint8_t* out) {
+void pack_tile(int64_t tile, int64_t n, int64_t k, int64_t first, const uint8_t* raw, const Planes& p, uint8_t* out) {
   constexpr Layout l = kLayouts[static_cast<int>(F)];
   constexpr BlockSize file = kBlocks[static_cast<int>(F)];
   const int live = static_cast<int>(std::min<int64_t>(kTile, n - tile * kTile));
@@ -189,7 +189,7 @@ void pack_tile(int64_t tile, int64_t n, int64_t k, const uint8_t* raw, const Pla
     uint8_t* low = out + p.low_start + tile * p.low_tile + b * l.low;
     uint8_t* high = out + p.high_start + tile * p.high_tile + b * l.high;
     for (int r = 0; r < kTile; ++r) {
-      const uint8_t* src = r < live ? raw + ((tile * kTile + r) * (k / file.elements) + b) * file.bytes : kZeroBlock;
+      const uint8_t* src = r < live ? raw + ((tile * kTile + r - first) * (k / file.elements) + b) * file.bytes : kZeroBlock;
       spread(F, src, rows[r]);
       for (int g = 0; g < l.block / kGroup; ++g)
         put_codes<F>(rows[r].code + kGroup * g, low + g * 32 * low_bits(l) + 4 * r, high + g * 32 * high_bits(l) + 4 * r);
@@ -256,17 +256,19 @@ int64_t packed_bytes(Format f, int64_t n, int64_t k) {
   return is_float(f) ? align64(float_bytes(f, n, k)) : Planes(f, n, k).total;
 }
 
-void pack(Format f, int64_t n, int64_t k, const uint8_t* raw, uint8_t* out) {
+void pack(Format f, int64_t n, int64_t k, const uint8_t* raw, uint8_t* out) { pack_rows(f, n, k, 0, n, raw, out); }
+
+void pack_rows(Format f, int64_t n, int64_t k, int64_t first, int64_t count, const uint8_t* raw, uint8_t* out) {
   if (is_float(f)) {
     const int64_t bytes = float_bytes(f, n, k);
-    std::memcpy(out, raw, static_cast<size_t>(bytes));
-    std::memset(out + bytes, 0, static_cast<size_t>(align64(bytes) - bytes));
+    if (first == 0) std::memset(out + bytes, 0, static_cast<size_t>(align64(bytes) - bytes));
+    std::memcpy(out + float_bytes(f, first, k), raw, static_cast<size_t>(float_bytes(f, count, k)));
     return;
   }
   const Planes p(f, n, k);
-  std::memset(out, 0, static_cast<size_t>(p.total));
+  if (first == 0) std::memset(out, 0, static_cast<size_t>(p.total));
   with_format(f, [&](auto format) {
-    for (int64_t tile = 0; tile * kTile < n; ++tile) pack_tile<format()>(tile, n, k, raw, p, out);
+    for (int64_t tile = first / kTile; tile * kTile < first + count; ++tile) pack_tile<format()>(tile, n, k, first, raw, p, out);
   });
 }
 
