@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import sys
 import tokenize
@@ -45,6 +46,11 @@ OPTIONAL_MODULES = ("kernels/torch", "cluster/mpi")
 ENVIRONMENT = ("environ", "environb", "getenv", "putenv")
 
 
+@functools.cache
+def parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def python_files(*folders: str) -> list[Path]:
     return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
 
@@ -57,7 +63,7 @@ def sizes(files: Sequence[Path]) -> Iterator[str]:
         if lines > FILE_LINES:
             yield f"{_name(path)}: {lines} lines; a file has at most {FILE_LINES}"
         if path.suffix == ".py":
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(parse(text)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
                     length = node.end_lineno - node.lineno + 1
                     if length > FUNCTION_LINES:
@@ -73,7 +79,7 @@ def package_size(package: Path = PACKAGE) -> Iterator[str]:
 def code_lines(text: str) -> int:
     """Lines with something to execute on them."""
     explained: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             explained.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
@@ -95,7 +101,7 @@ def imports(package: Path = PACKAGE) -> Iterator[str]:
     """Imports that go rightwards, or sideways, or to a package an install doesn't bring."""
     for path in sorted(package.rglob("*.py")):
         module = path.relative_to(package).with_suffix("").as_posix()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
         if module != "__init__":
             for node, target in _ours(tree, module):
                 yield from _judge(path, node.lineno, module.split("/")[0], target)
@@ -155,7 +161,7 @@ def environment(package: Path = PACKAGE) -> Iterator[str]:
         else:
             lines = [
                 node.lineno
-                for node in ast.walk(ast.parse(text))
+                for node in ast.walk(parse(text))
                 if (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
                 or (isinstance(node, ast.ImportFrom) and any(alias.name in ENVIRONMENT for alias in node.names))
             ]

@@ -152,9 +152,12 @@ def test_the_line_of_figures_says_only_what_is_known() -> None:
 
 
 def start(*argv: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "headrace", *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    """The program, with Ctrl-C as a terminal gives it (what starts the tests may have it ignored)."""
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "from headrace.__main__ import start; sys.exit(start())"
     )
+    return subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_ctrl_c_in_the_middle_prints_the_figures_so_far() -> None:
