@@ -19,7 +19,6 @@ from headrace.cluster.members import CONTROL, Link, Member, MpiHead
 from headrace.cluster.message import Limits
 from headrace.cluster.split import by_shares, by_weight, check, parse, ranges
 from headrace.errors import BadMessage, BadRequest, HeadraceError, Lost
-from headrace.formats.index import open_model
 from headrace.kernels.device import PAGE
 from headrace.kernels.dispatch import make_device
 from headrace.memory.budget import Budget
@@ -30,7 +29,17 @@ from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Stage
-from headrace.setup import Options, Parts, affordable_caches, context_of, load_weights, make_cache, pass_bytes, place
+from headrace.setup import (
+    Options,
+    Parts,
+    affordable_caches,
+    context_of,
+    load_weights,
+    make_cache,
+    open_file,
+    pass_bytes,
+    place,
+)
 from headrace.text.tokenizer import Tokenizer
 
 GREETING = 300.0
@@ -127,7 +136,7 @@ class Team:
 
 def lead(path: Path, options: Options, link: Link) -> Parts:
     """Rank 0: bring all ranks together and load. Raises a HeadraceError that names the rank and what is wrong."""
-    file = open_model(path)
+    file = open_file(path, options)
     try:
         model = load_model(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
@@ -180,7 +189,7 @@ def serve(find: Callable[[], Path], options: Options, link: Link) -> int:
 
 
 def _serve(path: Path, options: Options, link: Link) -> int:
-    file = open_model(path)
+    file = open_file(path, options)
     try:
         model = load_model(file)
         link.send(0, CONTROL, _hello(model, options))

@@ -12,7 +12,8 @@ from headrace.cluster.loopback import Loopback
 from headrace.config import resolve
 from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable, Unsupported
 from headrace.formats.files import free_bytes
-from headrace.formats.index import open_model
+from headrace.formats.index import ModelFile, open_model
+from headrace.formats.requant import requantise
 from headrace.kernels.device import PAGE, Device, KVShape
 from headrace.kernels.dispatch import TORCH, make_device, make_torch
 from headrace.memory.budget import Budget, human
@@ -61,6 +62,8 @@ class Options:
     """Folder for the KV cache; memory then has room for ``kv_frames`` (layer, page) extents of it and no more."""
     kv_frames: int | None = None
     """None: enough for the largest run and to read the next one's meanwhile."""
+    requant: str | None = None
+    """Quantise the matrices of a floating-point model as they are read: "q4" or "q8"; a model of its own."""
     rank_threads: tuple[int, ...] = ()
     """Threads of each rank, or one number for all; when empty, ``threads`` says (0: a rank's part of its host)."""
     layer_split: str | None = None
@@ -115,12 +118,22 @@ def build(path: Path, options: Options) -> Parts:
     """Open, understand, check the budget, load. Raises a HeadraceError before loading when something is wrong."""
     if options.threads < 0 or options.threads > 1024:
         raise BadRequest(f"{options.threads} threads can't be had; give 1 to 1024, or 0 for one per core.")
-    file = open_model(path)
+    file = open_file(path, options)
     try:
         model = load_model(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         tokenizer.check_model(model.spec.vocab)
         return (_assemble_tiers if options.device in TORCH else _assemble)(model, tokenizer, options)
+    except BaseException:
+        file.close()
+        raise
+
+
+def open_file(path: Path, options: Options) -> ModelFile:
+    """The model file, requantised when the options say so."""
+    file = open_model(path)
+    try:
+        return file if options.requant is None else requantise(file, options.requant)
     except BaseException:
         file.close()
         raise

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace import __version__, config, system
+from headrace.cli import kv_loss
+from headrace.cli.parser import whole
 from headrace.cli.show import human, table
-from headrace.errors import HeadraceError
+from headrace.errors import BadRequest, HeadraceError
 from headrace.formats.files import DirectFile, atomic, free_bytes
 
 MB = 1 << 20
@@ -38,9 +40,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--quick", action="store_true", help="measure nothing")
+    group = parser.add_argument_group("what a narrow KV cache costs a model (instead of the machine)")
+    group.add_argument("--kv", metavar="MODEL", help="measure perplexity at 16/16, 8/8, 8/4 and 4/4 KV bits")
+    group.add_argument("--text", metavar="FILE", help="over this text (- is standard input; default: a built-in one)")
+    group.add_argument("--tokens", type=whole(32), default=512, metavar="N", help="at most N of it (default 512)")
+    group.add_argument("-t", "--threads", type=whole(1, 1024), metavar="N", help="threads (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.kv is not None:
+        return kv_loss.run(args)
+    if args.text is not None or args.threads is not None:
+        raise BadRequest("--text and --threads are for --kv MODEL; name the model, or leave them out.")
     settings = config.resolve()
     report: Report = {
         "program": program(),

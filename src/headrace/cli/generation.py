@@ -53,6 +53,7 @@ def machine_of(args: argparse.Namespace) -> Options:
         layer_split=args.layer_split,
         context=args.context,
         kv_bits=args.kv_bits,
+        requant=args.requant,
         kv_disk=args.kv_disk,
         kv_frames=args.kv_frames,
         ram=args.ram,

@@ -19,6 +19,10 @@ KV_HELP = (
     "bits of the cached keys and values: 16/16 (default), 8/8, 8/4, 4/4. Fewer bits make a slightly different model: "
     "8/4 cost 0.6%% perplexity on SmolLM2, 4/4 5 to 11%%"
 )
+REQUANT_HELP = (
+    "quantise the matrices of an f16, bf16 or f32 model as they are read; q4 is Q4_1, q8 is Q8_0. It is then another "
+    "model, called NAME-q4 or NAME-q8"
+)
 KV_DISK_HELP = (
     "keep the cache in a nameless file in DIR and only what is being used in memory: for contexts or batches whose "
     "cache doesn't fit. The text stays the same; each pass reads what doesn't stay"
@@ -41,6 +45,7 @@ def add_machine(group: argparse._ActionsContainer) -> None:
     threads = "threads that compute (default: one per core); under mpirun also a list, one number for each rank"
     group.add_argument("-t", "--threads", type=thread_counts, metavar="N", help=threads)
     group.add_argument("--kv-bits", type=kv_bits, default=(16, 16), metavar="K/V", help=KV_HELP)
+    group.add_argument("--requant", choices=("q4", "q8"), help=REQUANT_HELP)
     group.add_argument("--kv-disk", type=Path, metavar="DIR", help=KV_DISK_HELP)
     group.add_argument("--kv-frames", type=whole(1), metavar="N", help=KV_FRAMES_HELP)
     split = "under mpirun: each rank's share of the layers, like 0.1,0.4,0.5 (default: evenly by weight)"

@@ -1,0 +1,80 @@
+"""A model of floating-point weights as a model of quantised ones, converted as it is read.
+
+It is a model of its own: its name and its digest say so, and files derived from it (packs) are keyed by that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import BadRequest
+from headrace.formats.index import ModelFile, Rows
+from headrace.formats.quant import dequantise, quantise
+from headrace.formats.tensor import BLOCKS, TensorInfo, show, tensor_nbytes
+
+FORMATS: Mapping[str, str] = {"q4": "Q4_1", "q8": "Q8_0"}
+"""What ``--requant`` may say, and the format of the matrices then."""
+FLOATS = ("F32", "F16", "BF16")
+EXACT = ("position", "wpe")
+"""In names of tables of positions, which are small and added to every row: they stay."""
+AT_ONCE = 1 << 20
+"""Weights converted at a time, so that it takes little memory beside the result."""
+
+
+def requantise(file: ModelFile, kind: str) -> ModelFile:
+    """The same model with every matrix quantised; closing it closes ``file``.
+
+    BadRequest for a kind that isn't in ``FORMATS``, and for a model that is quantised already.
+    """
+    fmt = FORMATS.get(kind)
+    if fmt is None:
+        raise BadRequest(f"--requant {kind} is not known; choose one of {', '.join(FORMATS)}.")
+    tensors = {}
+    for name, t in file.tensors.items():
+        matrix = t.n > 1 and not any(word in name for word in EXACT)
+        if matrix and t.fmt not in FLOATS:
+            raise BadRequest(
+                f"{t.path}: is quantised already (tensor {show(name)} is {t.fmt}), and doing so again would only lose; "
+                "leave --requant out, or take the model's f16, bf16 or f32 file."
+            )
+        fits = matrix and t.k % BLOCKS[fmt][0] == 0
+        tensors[name] = replace(t, fmt=fmt, nbytes=tensor_nbytes(fmt, t.shape)) if fits else t
+    given = file.metadata.get("general.name")
+    name = given if isinstance(given, str) and given else file.paths[0].stem if file.paths else "model"
+    metadata = {**file.metadata, "general.name": f"{name}-{kind}"}
+    return Requantised(file.kind, metadata, tensors, file.paths, file.types, source=file, fmt=fmt)
+
+
+@dataclass(frozen=True, eq=False)
+class Requantised(ModelFile):
+    """``source`` with matrices of ``fmt``; ``TensorInfo.offset`` still says where they lie in its files."""
+
+    source: ModelFile | None = None
+    fmt: str = ""
+
+    def read_into(self, info: TensorInfo, out: NDArray[np.uint8], rows: Rows = None) -> None:
+        assert self.source is not None
+        original = self.source.tensors[info.name]
+        if original.fmt == info.fmt:
+            self.source.read_into(original, out, rows)
+            return
+        wanted = np.arange(original.n) if rows is None else np.arange(original.n)[rows]
+        step = max(1, AT_ONCE // original.k)
+        into = out.reshape(len(wanted), info.row_nbytes)
+        for at in range(0, len(wanted), step):
+            some = wanted[at : at + step]
+            values = dequantise(original.fmt, self.source.read(original, some), len(some), original.k)
+            into[at : at + step] = quantise(info.fmt, values)
+
+    def digest(self) -> str:
+        assert self.source is not None
+        return hashlib.sha256(f"{self.source.digest()} requantised {self.fmt}".encode()).hexdigest()
+
+    def close(self) -> None:
+        if self.source is not None:
+            self.source.close()

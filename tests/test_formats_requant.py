@@ -1,0 +1,109 @@
+"""--requant: a floating-point model read as a quantised one is the model of a file in that format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import setup
+from headrace.engine import load
+from headrace.errors import BadFile, BadRequest
+from headrace.formats import requant
+from headrace.formats.index import ModelFile, open_model
+from headrace.formats.quant import dequantise, quantise
+from headrace.formats.requant import FORMATS, requantise
+from headrace.formats.writer import write_gguf
+from headrace.run.types import Sampling
+from helpers_chat import chat_model
+
+
+def written(source: Path, target: Path, fmt: str) -> Path:
+    """The same model in a file whose matrices are in ``fmt``."""
+    with open_model(source) as file:
+        tensors: dict[str, Any] = {}
+        for t in file.tensors.values():
+            raw, kind = file.read(t), t.fmt
+            if t.n > 1:
+                raw, kind = quantise(fmt, dequantise(t.fmt, raw, t.n, t.k)), fmt
+            tensors[t.name] = (kind, t.shape, [raw])
+        write_gguf(target, file.metadata, tensors, file.types)
+    return target
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("requant")
+    return {fmt: chat_model(folder / f"{fmt}.gguf", fmt=fmt, blocks=2) for fmt in ("F32", "F16", "BF16", "Q4_0")}
+
+
+@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_every_byte_is_the_written_files(
+    source: str, kind: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requant, "AT_ONCE", 1000)
+    truth = open_model(written(models[source], tmp_path / "w.gguf", FORMATS[kind]))
+    file = requantise(open_model(models[source]), kind)
+    assert set(file.tensors) == set(truth.tensors) and file.nbytes == truth.nbytes
+    for name, t in file.tensors.items():
+        other = truth.tensors[name]
+        assert (t.fmt, t.shape, t.nbytes) == (other.fmt, other.shape, other.nbytes)
+        assert file.read(t).tobytes() == truth.read(other).tobytes()
+        if t.n > 1:
+            for rows in (slice(3, 29), slice(5, None, 7), np.array([9, 2, 2, t.n - 1]), slice(4, 4)):
+                assert file.read(t, rows).tobytes() == truth.read(other, rows).tobytes()
+    file.close()
+
+
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_an_engine_computes_the_same(
+    kind: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(path: Path, **options: Any) -> tuple[str, Any]:
+        with load(path, threads=1, context=64, packs=tmp_path, **options) as engine:
+            jobs = [engine.submit(p, 12, Sampling(logprobs=2)) for p in ("one", "another text")]
+            while not all(job.finish for job in jobs):
+                engine.work()
+            return engine.parts.name, [(job.tokens, [(c.logprob, c.top) for c in job.choices]) for job in jobs]
+
+    truth = said(written(models["BF16"], tmp_path / "w.gguf", FORMATS[kind]))[1]
+    assert said(models["BF16"], requant=kind) == (f"tiny-{kind}", truth)
+    assert said(models["BF16"])[1] != truth
+    monkeypatch.setattr(setup, "place", lambda *args: [1, 2])
+    assert said(models["BF16"], requant=kind)[1] == truth
+    assert said(models["BF16"])[1] != truth
+    packs = list(tmp_path.glob("**/*.pack*")) or [p for p in tmp_path.iterdir() if p.name != "w.gguf"]
+    assert len(packs) >= 2
+
+
+def test_it_is_a_model_of_its_own(models: dict[str, Path]) -> None:
+    def opened(kind: str | None) -> ModelFile:
+        file = open_model(models["F16"])
+        return file if kind is None else requantise(file, kind)
+
+    digests = {kind: opened(kind).digest() for kind in (None, "q4", "q8")}
+    assert len(set(digests.values())) == 3
+    assert len({opened(kind).identity() for kind in (None, "q4", "q8")}) == 3
+    assert opened("q4").digest() == digests["q4"]
+
+
+def test_quantised_models_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"quantised already .* is Q4_0"):
+        load(models["Q4_0"], requant="q8")
+    with pytest.raises(BadRequest, match="q5 is not known"):
+        load(models["F16"], requant="q5")
+
+
+def test_weights_that_are_no_numbers_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with open_model(models["F32"]) as file:
+        tensors: dict[str, Any] = {t.name: (t.fmt, t.shape, [file.read(t)]) for t in file.tensors.values()}
+        name = "blk.1.ffn_up.weight"
+        values = file.read(file.tensors[name]).view(np.float32).copy()
+        values[77] = np.nan
+        tensors[name] = ("F32", file.tensors[name].shape, [values])
+        write_gguf(tmp_path / "nan.gguf", file.metadata, tensors, file.types)
+    with pytest.raises(BadFile, match="NaN"):
+        load(tmp_path / "nan.gguf", threads=1, requant="q8")
