@@ -180,7 +180,8 @@ def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Par
     far = host if options.host_device == host.name else make_device(threads=threads, cpu=options.cpu)
     pages = pages_for(context) * (options.caches or 1)
     own = range(len(model.layers))
-    job = placing.Job(model, own, (placing.DEVICE,) * len(own), options.kv_bits, pages, options.rows, options.runs)
+    here = (placing.DEVICE,) * len(own)
+    job = placing.Job(model, own, here, options.kv_bits, pages, context, options.rows, options.runs)
     if options.places is None:
         fixed = Budget()
         placing.take_device(fixed, near, job)

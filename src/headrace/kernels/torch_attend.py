@@ -33,10 +33,10 @@ class Units:
     """Some units of one stretch. slots [units, CHUNK]; rows, low, high [units, QUERIES]: row index (-1: none) and the
     positions it sees, from low to before high, counted in the stretch."""
 
-    slots: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    low: NDArray[np.int64]
-    high: NDArray[np.int64]
+    slots: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    low: NDArray[np.int32]
+    high: NDArray[np.int32]
 
 
 def units(rows: Rows, window: int) -> Iterator[Units]:
@@ -65,8 +65,8 @@ def units(rows: Rows, window: int) -> Iterator[Units]:
 def _units(
     found: list[tuple[NDArray[np.int64], NDArray[np.int32]]], low: NDArray[np.int64], high: NDArray[np.int64]
 ) -> Units:
-    slots = np.empty((len(found), CHUNK), np.int64)
-    rows = np.full((len(found), QUERIES), -1, np.int64)
+    slots = np.empty((len(found), CHUNK), np.int32)
+    rows = np.full((len(found), QUERIES), -1, np.int32)
     for u, (tile, some) in enumerate(found):
         slots[u, : len(some)], slots[u, len(some) :] = (
             some,
@@ -74,7 +74,17 @@ def _units(
         )  # filled up with one of its own: never another's NaN
         rows[u, : len(tile)] = tile
     there = rows >= 0
-    return Units(slots, rows, np.where(there, low[rows], 0), np.where(there, high[rows], 0))
+    seen = [np.where(there, limit[rows], 0).astype(np.int32) for limit in (low, high)]
+    return Units(slots, rows, *seen)
+
+
+def units_nbytes(rows: int, context: int, slots: int) -> int:
+    """The most bytes of a run's units, when a sequence has at most ``context`` slots and all together ``slots``.
+
+    A sequence with r rows has ceil(r / QUERIES) units for each stretch of its own.
+    """
+    stretches = (-(-rows // QUERIES)) * -(-context // CHUNK) + min(rows * -(-context // CHUNK), slots // CHUNK + rows)
+    return (stretches + rows) * (4 * CHUNK + 16 * QUERIES)
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -115,7 +125,7 @@ def _partials(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum and accumulator of each row and head of some units: [units * QUERIES, heads, 1 or head_dim]."""
     n, group = len(slots), op.heads // op.kv_heads
-    k, v = kv.load(slots.reshape(-1))
+    k, v = kv.load(slots.reshape(-1).long())
     k = k.reshape(n, CHUNK, op.kv_heads, op.head_dim).permute(0, 2, 3, 1)
     v = v.reshape(n, CHUNK, op.kv_heads, op.head_dim).transpose(1, 2)
     mine = q[rows.clamp(min=0)].transpose(1, 2).reshape(n, op.kv_heads, QUERIES * group, op.head_dim)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import Unsupported
-from headrace.kernels.device import Device
+from headrace.kernels.device import PAGE, Device
+from headrace.kernels.ops import Attend
 from headrace.kernels.split import split
 from headrace.memory.budget import Budget
 from headrace.memory.buffers import round_up
@@ -59,6 +60,7 @@ class Job:
     places: Sequence[Place]
     kv_bits: tuple[int, int]
     pages: int
+    context: int
     rows: int
     runs: int
 
@@ -93,6 +95,7 @@ def take_device(budget: Budget, near: TorchDevice, job: Job) -> None:
     scratch = [_scratch(near, layers[i], model.spec.width, job.rows) for i in mine]
     budget.take("working buffers", max(scratch, default=0), "fewer rows a run would take less")
     budget.take("activations", AHEAD * 4 * rows * model.spec.width * job.runs)
+    budget.take("slot lists", _tables(near, job, "device"))
 
 
 def take_host(budget: Budget, host: TorchDevice, far: Device, link: Link, job: Job) -> None:
@@ -114,6 +117,7 @@ def take_host(budget: Budget, host: TorchDevice, far: Device, link: Link, job: J
         ops = [op for part in split(layers[i].ops) if not part.near for op in part.ops]
         scratch.append(host.scratch_nbytes(ops, width, job.rows, {}))
     budget.take("working buffers", max(scratch, default=0) + AHEAD * 4 * job.rows * width * job.runs)
+    budget.take("slot lists", _tables(host, job, "host"))
     budget.take("pinned buffers", link.pinned_nbytes)
 
 
@@ -124,6 +128,13 @@ def _host_layers(job: Job, alike: bool) -> tuple[list[int], list[int], list[int]
     """
     near, far, streamed = job.where("host", "device"), job.where("host", "host"), job.where("disk", "host")
     return (near + far, [], []) if alike and not streamed else (near, far, streamed)
+
+
+def _tables(device: TorchDevice, job: Job, kv: str) -> int:
+    """Slot lists of the runs of a block, for each window that layers attended there have."""
+    ops = [op for i in job.caches(kv, "device") for op in job.model.layers[i].ops if isinstance(op, Attend)]
+    each = device.tables_nbytes(job.rows, job.context, job.pages * PAGE)
+    return len({op.window for op in ops}) * job.runs * each
 
 
 def _page(device: Device, job: Job, kv: str, compute: str = "device") -> int:
