@@ -91,6 +91,14 @@ def peak_rss() -> int | None:
     return peak if sys.platform == "darwin" else peak << 10
 
 
+def fine_timer() -> None:
+    """Let this thread's short sleeps end on time: Linux adds up to 50 us otherwise (man 2 PR_SET_TIMERSLACK)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(29, ctypes.c_ulong(1), 0, 0, 0)
+
+
 def _sysconf_memory() -> int | None:
     if sys.platform == "win32":
         return None

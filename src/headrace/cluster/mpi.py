@@ -23,6 +23,7 @@ from headrace.cluster.members import CONTROL, Arrival
 from headrace.cluster.message import Limits, Message
 from headrace.cluster.wire import MOST
 from headrace.errors import BadMessage, HeadraceError, Lost, Unavailable
+from headrace.system import fine_timer
 
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
@@ -148,6 +149,7 @@ class Link:
     # --- the communication thread -----------------------------------------------------------------------
 
     def _main(self) -> None:
+        fine_timer()
         try:
             MPI.Init_thread(MPI.THREAD_FUNNELED)
             comm: MPI.Intracomm | None = MPI.COMM_WORLD
