@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.baselines import FlexGen, Timing, row_order
+from flexgen_baselines import FlexGen, Timing, row_order
 from headrace.plan.cost import Prediction, evaluate
 from headrace.plan.flexgen import (
     FOUR_NODES,

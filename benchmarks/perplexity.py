@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from model_zoo import ZOO, model_path
 
 from headrace.formats.index import open_model
 from headrace.kernels.device import Device
@@ -27,6 +26,7 @@ from headrace.memory.slots import pages_for
 from headrace.memory.weights import Resident
 from headrace.model.layers import Model, load_model
 from headrace.run.score import ScoringComputer, log_probabilities, perplexity
+from model_zoo import ZOO, model_path
 
 PIECE = 1400
 """Characters scored at a time."""
@@ -54,7 +54,7 @@ def by_llamacpp(path: Path, pieces: list[str]) -> list[tuple[list[int], list[flo
     p.model.path = str(path)
     p.n_ctx = 2048
     p.n_parallel = 1
-    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 2
+    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(p)
     found = []
     for piece in pieces:

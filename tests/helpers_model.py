@@ -97,8 +97,15 @@ def run_layer(loaded: Loaded, layer: Layer, x: F32, rows: Rows, caches: Caches) 
     return out
 
 
-def logits_of(path: str | Path | Loaded, tokens: Sequence[int], device: Device, chunk: int | None = None,
-              k_bits: int = 16, v_bits: int = 16, shuffle: int | None = None) -> F32:
+def logits_of(
+    path: str | Path | Loaded,
+    tokens: Sequence[int],
+    device: Device,
+    chunk: int | None = None,
+    k_bits: int = 16,
+    v_bits: int = 16,
+    shuffle: int | None = None,
+) -> F32:
     """Logits [tokens, vocab] of every position. chunk: tokens a run (None: all in one); shuffle: seed of slot order."""
     loaded = path if isinstance(path, Loaded) else load(path, device)
     caches = Caches(loaded, len(tokens), k_bits, v_bits)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_baselines import BITS4, FlexGen, row_order, whole_tensors
 from headrace.errors import Unsupported
-from headrace.plan.baselines import BITS4, FlexGen, row_order, whole_tensors
 from headrace.plan.cost import evaluate
 from headrace.plan.flexgen import ALL_DEVICE, POLICIES, PUBLISHED, SIZES, Policy, placed
 from headrace.plan.machine import Machine

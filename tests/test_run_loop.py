@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ LAYERS = 6
 
 def stages_of(cuts: list[int], pages: int) -> list[tuple[Stage, HashModel]]:
     edges = [0, *cuts, LAYERS]
-    return [(Stage(a, b, LAYERS), HashModel(pages * PAGE, LAYERS)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [(Stage(a, b, LAYERS), HashModel(pages * PAGE, LAYERS)) for a, b in pairwise(edges)]
 
 
 def drive(loop: Loopback, requests: list[Request]) -> dict[int, list[int]]:

@@ -49,7 +49,8 @@ class Cluster:
     """Nodes in a chain, the last a drafter's where there is one.
 
     layers: of the target on each of its nodes. layer_time: seconds of one at one row, on each node. curve: of
-    both models. draft_layers, draft_time: the drafter's layers and seconds of a one-row step over all of them (few layers are quicker to
+    both models. draft_layers, draft_time: the drafter's layers and seconds of a one-row step over all of them (few
+    layers are quicker to
     simulate; they only matter for cancelling).
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from headrace.simulate.driver import Log, Simulation, Span
 
@@ -37,7 +38,8 @@ class Report:
         busy = sum(self.busy) / len(self.busy) if self.busy else 0.0
         shown = f", stages busy {100 * busy:.0f}%" if self.busy else ""
         return (
-            f"{self.strategy}: {self.rate:.3f} tokens/s, first after {self.ttft:.3f} s, then {1e3 * self.itl:.1f} ms a token "
+            f"{self.strategy}: {self.rate:.3f} tokens/s, first after {self.ttft:.3f} s, "
+            f"then {1e3 * self.itl:.1f} ms a token "
             f"(95%: {1e3 * self.itl95:.1f}); guesses: {self.launched} launched, {self.accepted} accepted, "
             f"{self.cancelled} cancelled; {self.hop_bytes:.0f} bytes a token a hop{shown}"
         )
@@ -45,7 +47,7 @@ class Report:
 
 def report(name: str, layers: Sequence[int], simulation: Simulation, log: Log) -> Report:
     times = [t for t, _, _ in log.emitted]
-    gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+    gaps = sorted(b - a for a, b in pairwise(times))
     lasted = times[-1] - times[0]
     busy = [0.0] * len(layers)
     for span in log.spans:
