@@ -22,14 +22,15 @@ from headrace.memory.buffers import address, allocate, round_up
 
 Bools: TypeAlias = NDArray[np.bool_]
 
-READERS, WRITERS = 4, 1
+READERS, WRITERS = 16, 1
+"""Pages of a sequence seldom lie side by side, so reads are small and many must be under way."""
 REQUEST = 2 << 20
 """Bytes read or written in one call, where extents lie side by side."""
 AHEAD = 2
 """Steps looked ahead for extents to read. Each costs frames in which something else could have stayed."""
 TOGETHER = 8
 """Pages side by side of which all stay or none, so that reads are long."""
-MOST_READS = 2 * READERS
+MOST_READS = 4 * READERS
 """Reads under way after which no more are begun ahead."""
 FULL = np.uint32(0xFFFFFFFF)
 BOOKS = 33
