@@ -21,13 +21,16 @@ from helpers_chat import chat_model
 
 
 def written(source: Path, target: Path, fmt: str) -> Path:
-    """The same model in a file whose matrices are in ``fmt``."""
+    """The same model in a file whose matrices are in ``fmt``, embedding and output in Q8_0."""
     with open_model(source) as file:
         tensors: dict[str, Any] = {}
         for t in file.tensors.values():
             raw, kind = file.read(t), t.fmt
             if t.n > 1:
-                raw, kind = quantise(fmt, dequantise(t.fmt, raw, t.n, t.k)), fmt
+                raw, kind = dequantise(t.fmt, raw, t.n, t.k), fmt
+                if t.name in ("token_embd.weight", "output.weight"):
+                    kind = "Q8_0"
+                raw = quantise(kind, raw)
             tensors[t.name] = (kind, t.shape, [raw])
         write_gguf(target, file.metadata, tensors, file.types)
     return target

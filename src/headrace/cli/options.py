@@ -20,8 +20,8 @@ KV_HELP = (
     "8/4 cost 0.6%% perplexity on SmolLM2, 4/4 5 to 11%%"
 )
 REQUANT_HELP = (
-    "quantise the matrices of an f16, bf16 or f32 model as they are read; q4 is Q4_1, q8 is Q8_0. It is then another "
-    "model, called NAME-q4 or NAME-q8"
+    "quantise the matrices of an f16, bf16 or f32 model as they are read; q8 is Q8_0, q4 is Q4_1 with embedding and "
+    "output in Q8_0. It is then another model, called NAME-q4 or NAME-q8"
 )
 KV_DISK_HELP = (
     "keep the cache in a nameless file in DIR and only what is being used in memory: for contexts or batches whose "
@@ -66,7 +66,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     last_n = "how far the penalty looks back (default 64; 0 not at all, -1 over everything)"
     add("-n", "--tokens", type=whole(1), metavar="N", help=limit)
     add("--temp", type=real(-math.inf), default=0.0, metavar="T", help=temp)
-    add("--top-k", type=whole(0), default=0, metavar="N", help="choose among the N likeliest (default 0: all)")
+    add(
+        "--top-k",
+        type=whole(0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="choose among the N likeliest (default 0: all)",
+    )
     add("--top-p", type=real(0, 1, above=True), default=1.0, metavar="P", help=top_p)
     add("--min-p", type=real(0, 1), default=0.0, metavar="P", help=min_p)
     penalty = "make tokens seen lately less likely (default 1: no)"
