@@ -8,15 +8,20 @@ with headrace.load("model.gguf") as engine:
 from __future__ import annotations
 
 import itertools
+import operator
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 from headrace.cluster.members import Link
 from headrace.ensemble import lead, one_process
-from headrace.errors import BadRequest
+from headrace.errors import BadRequest, HeadraceError, Unavailable
 from headrace.kernels.cpu import CpuDevice
 from headrace.memory.weights import Resident
 from headrace.run.head import Head
@@ -96,7 +101,12 @@ class Job:
 
 
 class Engine:
-    """A loaded model. Not for several threads at a time. Close it, or use it as a context manager."""
+    """A loaded model. Close it, or use it as a context manager.
+
+    For one thread at a time, and for the process that loaded it; others are refused (BadRequest). Ctrl-C ends what is
+    under way within a layer and is raised then; the engine can go on. After any other exception out of its depths it
+    can't (Unavailable): what it was computing is lost.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -106,6 +116,10 @@ class Engine:
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count()
         self._kept: tuple[int, tuple[int, ...]] | None = None
+        self._failure: HeadraceError | None = None
+        self._closed = False
+        self._working = threading.Lock()
+        self._process = os.getpid()
 
     @property
     def head(self) -> Head:
@@ -155,8 +169,14 @@ class Engine:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Continue every prompt, many at a time. Each prompt's text is the same as alone."""
-        jobs = [self.submit(p, max_tokens, sampling, stop, ignore_eos, False) for p in prompts]
+        """Continue every prompt, many at a time. Each prompt's text is the same as alone.
+
+        Raises BadRequest, before anything is computed, when one of them is bad.
+        """
+        if isinstance(prompts, str):
+            raise BadRequest("One text is given where a list of prompts was expected; write [prompt].")
+        encoded = [self.encode(prompt) for prompt in prompts]
+        jobs = [self.submit(ids, max_tokens, sampling, stop, ignore_eos, False) for ids in encoded]
         try:
             while not all(job.finish for job in jobs):
                 self.work()
@@ -170,9 +190,11 @@ class Engine:
     def cancel(self, request: int) -> None:
         """End a request if it isn't over, and work until everything of it is given back."""
         job = self._jobs.get(request)
-        if job is None or job.finish:
+        if job is None or job.finish or self._failure is not None or self._closed:
             return
         self.parts.loop.submit(Withdraw(request))
+        if self._working.locked():  # by another thread, or this one: a stream may be collected at any moment
+            return
         while not job.finish or not (self.head.live or self.head.waiting or self.parts.loop.idle):
             self.work()
 
@@ -198,9 +220,12 @@ class Engine:
         return device.bandwidth(some)
 
     def close(self) -> None:
-        """Cancel what is under way and give the memory back."""
+        """Cancel what is under way and give the memory back. Nothing happens the second time, or after a fork."""
+        if self._closed or os.getpid() != self._process:
+            return
         for request in list(self._jobs):
             self.cancel(request)
+        self._closed = True
         self.parts.close()
 
     def __enter__(self) -> Engine:
@@ -211,7 +236,10 @@ class Engine:
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Prompt ids, checked: BadRequest for an empty prompt, unknown ids, or one that leaves no room."""
-        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        try:
+            ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else map(operator.index, prompt))
+        except TypeError:
+            raise BadRequest(f"The prompt is {prompt!r:.40}; give text or a list of token ids.") from None
         if not ids:
             raise BadRequest("The prompt is empty; give at least one token of text.")
         wrong = [i for i in ids if not 0 <= i < self.spec.vocab]
@@ -234,10 +262,13 @@ class Engine:
         keep: bool = False,
     ) -> Job:
         """Queue a request; ``work`` computes it among the others. Raises BadRequest."""
+        self._check()
         ids = self.encode(prompt)
         room = self.context - len(ids)
-        if max_tokens is not None and max_tokens < 1:
-            raise BadRequest(f"{max_tokens} tokens are asked for; ask for at least 1.")
+        if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
+            raise BadRequest(f"{max_tokens!r} tokens are asked for; ask for at least 1.")
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise BadRequest(f"The stop texts are {stop!r:.40}; give a list of texts, none of them empty.")
         ends = frozenset() if ignore_eos else frozenset(self.tokenizer.ends)
         number = next(self._ids)
         request = Request(number, ids, min(room, max_tokens or room), sampling or Sampling(), ends, None, keep)
@@ -255,14 +286,42 @@ class Engine:
     def work(self) -> list[Job]:
         """Let the loop work until it has something to tell; returns the jobs that are over now."""
         over = []
-        for out in self.parts.loop.pump():
+        with _ctrl_c(self.interrupt) as pressed:
+            news = self._pump()
+        for out in news:
             job = self._jobs[out.request]
             if isinstance(out, Emit):
                 self._emit(job, out)
             else:
                 self._finish(job, out)
                 over.append(job)
+        if pressed:
+            raise KeyboardInterrupt
         return over
+
+    def _pump(self) -> list[Emit | Finish]:
+        """The loop's next news. An exception leaves a step half done: from then on there is no way to go on."""
+        self._check()
+        if not self._working.acquire(blocking=False):
+            raise BadRequest("The engine is computing for another thread; use it from one at a time.")
+        try:
+            return self.parts.loop.pump()
+        except BaseException as error:
+            what = f"{type(error).__name__} {error}".split("\n")[0].strip()
+            again = Unavailable(f"The engine stopped at an earlier error ({what}); load the model again.")
+            self._failure = error if isinstance(error, HeadraceError) else again
+            raise
+        finally:
+            self._working.release()
+
+    def _check(self) -> None:
+        """Whether there is anything to compute with."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise BadRequest("The engine is closed; load the model again.")
+        if os.getpid() != self._process:
+            raise BadRequest("The engine was loaded before a fork and its threads are in the other process; load here.")
 
     def forget(self, job: Job) -> None:
         """Drop a finished job's record; for programs that run for days."""
@@ -297,6 +356,28 @@ class Engine:
             if self._kept is not None and self._kept[0] != job.request.id:
                 self.parts.loop.submit(Forget(self._kept[0]))
             self._kept = (job.request.id, (*job.request.tokens, *job.tokens[:-1]))
+
+
+@contextmanager
+def _ctrl_c(interrupt: Callable[[], None]) -> Iterator[list[bool]]:
+    """Ctrl-C that would raise KeyboardInterrupt calls ``interrupt`` and is noted in the list; a second one raises."""
+    pressed: list[bool] = []
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield pressed
+        return
+
+    def handle(*_: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+        interrupt()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

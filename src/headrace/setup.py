@@ -81,6 +81,18 @@ class Options:
     host_device: str = "torch:cpu"
     """What computes layers placed at the host: "torch:cpu" (the device's formulas) or "cpu" (fast; other numbers)."""
 
+    def __post_init__(self) -> None:
+        """BadRequest for a number that is none or makes no sense."""
+        least = {"threads": 0, "context": 1, "ram": 0, "caches": 0, "sequences": 1, "rows": 1, "runs": 1,
+                 "kv_frames": 1, "device_ram": 0}  # fmt: skip
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= low):
+                raise BadRequest(f"{name} is {value!r}; it must be a whole number of {low} or more.")
+        bits = self.kv_bits
+        if not (isinstance(bits, tuple) and len(bits) == 2 and all(b in (16, 8, 4) for b in bits)):
+            raise BadRequest(f"kv_bits is {bits!r}; it must be a pair like (8, 4), each 16, 8 or 4.")
+
 
 @dataclass
 class Parts:
@@ -196,6 +208,7 @@ def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Par
         budget.take("program", resident_now() + MARGIN)
         placing.take_host(budget, host, far, link, job)
         placing.take_device(Budget(options.device_ram), near, job)
+        near.limit(options.device_ram)
         folder = options.packs or resolve().cache / "packs"
         computer = placing.assemble(near, host, far, link, job, folder, options.tell)
     except BaseException:
@@ -304,7 +317,7 @@ def place(
     own = range(len(model.layers)) if own is None else own
     layers = [model.layers[i] for i in own]
     per_page = page_nbytes(device, layers, options.kv_bits)
-    budget.take("program", resident_now() + MARGIN)
+    budget.take("program", resident_now() + MARGIN, "give a larger --ram")
     budget.take(
         "working buffers", scratch_nbytes(device, model, options.rows, layers), "fewer rows a run would take less"
     )

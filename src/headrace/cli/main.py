@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -30,7 +31,14 @@ DESCRIPTION = "Runs large language models bigger than the machine in front of yo
 
 def module(command: str) -> ModuleType:
     """A command's module: ``add(parser)`` declares its arguments, ``run(args)`` does it and returns the exit status."""
-    return importlib.import_module(f"headrace.cli.{command}")
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return importlib.import_module(f"headrace.cli.{command}")
+    # A KeyboardInterrupt in the midst of NumPy's import becomes an ImportError; there is nothing to tidy up yet.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return importlib.import_module(f"headrace.cli.{command}")
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:

@@ -31,7 +31,9 @@ def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None) -> C
     try:
         return CpuDevice(threads, path)
     except ValueError as error:
-        raise Unsupported(f"No such CPU path: {error}. Unset {CPU_VARIABLE} to use the best.") from None
+        raise Unsupported(
+            f"The CPU path asked for can't be used: {error}. Unset {CPU_VARIABLE} to use the best."
+        ) from None
 
 
 def make_torch(name: str, *, threads: int) -> TorchDevice:

@@ -6,6 +6,7 @@ A run is described once, by its ``RunMessage``; head, stages, drafters and every
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -39,9 +40,15 @@ class Sampling:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "repeat_last_n", "seed", "choice", "logprobs"):
+            if not isinstance(getattr(self, name), int):
+                raise BadRequest(f"{name} is {getattr(self, name)!r}; it must be a whole number")
+        for name in ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"):
+            if not isinstance(getattr(self, name), Real):
+                raise BadRequest(f"{name} is {getattr(self, name)!r}; it must be a number")
         checks = (
             (np.isfinite(self.temperature), "temperature", "a finite number"),
-            (self.top_k >= 0, "top_k", "0 or more"),
+            (0 <= self.top_k < 2**31, "top_k", "from 0 to 2^31 - 1"),
             (0.0 < self.top_p <= 1.0, "top_p", "over 0 and at most 1"),
             (0.0 <= self.min_p <= 1.0, "min_p", "from 0 to 1"),
             (self.repeat_penalty > 0.0 and np.isfinite(self.repeat_penalty), "repeat_penalty", "over 0"),
