@@ -55,10 +55,9 @@ class Measured(NoGuesses):
         self._passing = [0.0] + [speed.passing(r) for r in range(1, 2 * rows + 2)]
         self._entering = [0.0] + [speed.entering(r) for r in range(1, 2 * rows + 2)]
         self._flying = 0
+        self._late = 0.0
         self._arrives = 0.0
         """When the last run launched is expected back."""
-        self._late = 2.0 * self._passing[1]
-        """When a token comes whose guess was never launched: a pass finds that out, and one more computes it."""
 
     # --- learning ---------------------------------------------------------------------------------------
 
@@ -117,8 +116,11 @@ class Measured(NoGuesses):
             return []
         ranked.sort(key=lambda entry: -entry[0])
         sums = [0.0, *accumulate(entry[0] for entry in ranked)]
+        stop = max(sum(1.0 - self._seqs[seq].going for seq, _ in tips if seq in self._seqs) / len(tips), 0.05)
+        # When a token comes whose guess is never launched: a pass finds that out and another computes it, after
+        # the right guesses before it, of which there are 1 / stop on average, entered one by one.
+        self._late = 2.0 * self._passing[1] + 1.5 * self._entering[1] / stop
         if known:
-            stop = sum(1.0 - self._seqs[seq].going for seq, _ in tips if seq in self._seqs) / len(tips)
             count = self._riders(sums, known, known * stop, most)
         else:
             count = self._width(sums, 0.0, self._arrives - now, most)[1]
