@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 
 def start() -> int:
     """Run the command line. Until it has begun, and once it is done, Ctrl-C ends the process without a traceback."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us; the next file opened would take its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, PTH123
     wanted = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if wanted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

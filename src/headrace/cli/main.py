@@ -72,10 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wants. Python would complain again when it closes stdout at exit.
+    except OSError as error:
+        # Python would complain again when it closes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if isinstance(error, BrokenPipeError):  # the reader (`| head`) has what it wants
+            return 0
+        what = error.filename or "The output can't be written"
+        tell(HeadraceError(f"{what}: {error.strerror or error}; make room or choose another place, and run it again."))
+        return EXIT_ERROR
 
 
 def _run(argv: Sequence[str]) -> int:

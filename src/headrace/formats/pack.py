@@ -204,7 +204,12 @@ class PackWriter:
             if (ready := self.finished()) is not None:
                 self.discard()
                 return ready
-            self._reserve(fd)
+            try:
+                self._reserve(fd)
+            except BaseException:
+                if os.fstat(fd).st_size == 0:
+                    self.discard()
+                raise
             self._write_all(fd, pack, done)
         except OSError as e:
             raise self._failed(e) from None
