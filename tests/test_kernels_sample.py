@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kernels import _native, reference_sample
+import reference_sample
+from headrace.kernels import _native
 from headrace.kernels.cpu import CpuDevice
 from headrace.kernels.draw import NOT_FINITE, NOTHING_ALLOWED, Draw
 

@@ -1,4 +1,4 @@
-"""What is asked when a token is chosen, and what comes back; kernels/cpu.py and reference_sample.py take it."""
+"""What is asked when a token is chosen, and what comes back; kernels/cpu.py and tests/reference_sample.py take it."""
 
 from __future__ import annotations
 

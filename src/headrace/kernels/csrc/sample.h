@@ -1,4 +1,4 @@
-// Choosing tokens. The rule is written out in docs/kernels.md and, in Python, in ../reference_sample.py.
+// Choosing tokens. The rule is written out in docs/kernels.md and, in Python, in tests/reference_sample.py.
 #pragma once
 #include <cstdint>
 #include <vector>

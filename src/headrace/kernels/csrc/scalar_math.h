@@ -3,7 +3,7 @@
 
 namespace headrace {
 
-// Within 1 ulp or so. No fused operations, so that kernels/reference_sample.py repeats them exactly in Python.
+// Within 1 ulp or so. No fused operations, so that tests/reference_sample.py repeats them exactly in Python.
 double exp64(double x);
 double log64(double x);  // x > 0
 
