@@ -155,7 +155,7 @@ class Engine:
             self.cancel(job.request.id)
 
     def figures(self, request: int | None = None) -> Figures:
-        """Of a request, or of the last one submitted."""
+        """Of a request under way, or of the last one submitted."""
         return self._jobs[request if request is not None else max(self._jobs)].figures
 
     # --- many requests ----------------------------------------------------------------------------------
@@ -279,7 +279,8 @@ class Engine:
         job.figures.weight_bytes = self.parts.pass_bytes
         if keep and self._kept is not None:
             job.figures.reused_tokens = _common(self._kept[1], ids[:-1])
-        self._jobs[number] = job
+        # Records of what is over would pile up in a program that runs for days; the last one's figures stay.
+        self._jobs = {n: j for n, j in self._jobs.items() if not j.finish} | {number: job}
         self.parts.loop.submit(Submit(request))
         return job
 
