@@ -107,6 +107,8 @@ class TorchDevice:
         self.device = torch.device("cuda" if name == "cuda" else "cpu")
         self.at_once = (1 << 24) if name == "cuda" else (1 << 20)
         """Weights widened at a time."""
+        self.library_nbytes = (96 << 20) if name == "cuda" else 0
+        """What the libraries take of the device's memory: cuBLAS's work space, the allocator's rounding."""
         self.threads = threads
         self._sampler: CpuDevice | None = None
         self._rows: tuple[Rows, TorchRows] | None = None
@@ -146,6 +148,12 @@ class TorchDevice:
         if self.name == "cuda":
             return CudaMover(True, piece), CudaMover(False, piece)
         return HostMover(), HostMover()
+
+    def limit(self, nbytes: int | None) -> None:
+        """Have memory beyond this refused to us, where the device can do that; else counting beforehand must do."""
+        if self.name == "cuda" and nbytes is not None:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total))
 
     def mark(self) -> Any:
         """A place in the device's work: what was asked of it until now. None where work is done when asked for."""

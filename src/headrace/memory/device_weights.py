@@ -78,6 +78,7 @@ class Tiered:
         self._coming: deque[_Buffer] = deque()
         self._weights: dict[tuple[int, int], dict[str, TorchWeight]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="headrace-feed")
+        self._leaving: tuple[AbstractContextManager[Mapping[str, Weight]], Future[None]] | None = None
         self._next = 0
         self.waited = 0.0
         self._fill()
@@ -121,6 +122,7 @@ class Tiered:
         for buffer in self._coming:
             self._drop(buffer)
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._let_go()
         disk, self.disk = self.disk, None
         if disk is not None:
             disk.close()
@@ -139,15 +141,23 @@ class Tiered:
             self._coming.append(buffer)
 
     def _bring(self, layer: int, buffer: _Buffer) -> Future[None]:
-        """In the feeding thread. From the disk, wait until the host buffer is free again; else only queue the copy."""
+        """In the feeding thread: queue the copy. A host buffer is given back to the disk's reads when its copy ended;
+        that of the layer before is waited for here, so that the link always has the next copy at hand."""
         if layer not in self._on_disk:
             with self._hosted.hold(layer) as held:
                 return self._send(layer, buffer, held)
         assert self.disk is not None
-        with self.disk.hold(layer) as held:
-            sent = self._send(layer, buffer, held)
-            sent.result()
+        context = self.disk.hold(layer)
+        sent = self._send(layer, buffer, context.__enter__())
+        self._let_go()
+        self._leaving = context, sent
         return sent
+
+    def _let_go(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving[1].exception()
+            leaving[0].__exit__(None, None, None)
 
     def _send(self, layer: int, buffer: _Buffer, held: Mapping[str, Weight]) -> Future[None]:
         pairs = [(weight.raw, held[name].raw) for name, weight in self._handles(layer, buffer).items()]

@@ -64,7 +64,7 @@ class _Job:
 
 
 class Link:
-    """``sent[direction, purpose]`` counts bytes; ``busy[direction]`` seconds of copying, or of the pace if longer."""
+    """``sent[direction, purpose]`` counts bytes, ``copies`` calls of ``send``."""
 
     def __init__(
         self,
@@ -75,13 +75,12 @@ class Link:
     ) -> None:
         self.pace = pace
         self.sent: Counter[tuple[str, str]] = Counter()
-        self.busy: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
         self._movers = dict(movers)
         self._clock, self._sleep = clock, sleep
         self._wake = threading.Condition()
         self._queues: dict[Direction, list[_Job]] = {d: [] for d in DIRECTIONS}
         self._closed = False
-        self._number = 0
+        self.copies = 0
         self._threads = [
             threading.Thread(target=self._work, args=(d,), name=f"headrace-{d}", daemon=True) for d in DIRECTIONS
         ]
@@ -107,8 +106,8 @@ class Link:
         with self._wake:
             if self._closed:
                 raise RuntimeError("the link is closed")
-            self._number += 1
-            job = _Job(0 if urgent else 1, self._number, pieces, after, self._clock())
+            self.copies += 1
+            job = _Job(0 if urgent else 1, self.copies, pieces, after, self._clock())
             self.sent[direction, purpose] += sum(len(src) for _, src in pieces)
             heapq.heappush(self._queues[direction], job)
             self._wake.notify_all()
@@ -130,13 +129,11 @@ class Link:
                 if not queue:
                     return
                 job = heapq.heappop(queue)
-            start = self._clock()
             try:
                 free_at = self._piece(job, mover, free_at)
             except BaseException as error:
                 job.done.set_exception(error)
                 continue
-            self.busy[direction] += self._clock() - start
             if job.at < len(job.pieces):
                 with self._wake:
                     heapq.heappush(queue, job)

@@ -88,6 +88,7 @@ def take_device(budget: Budget, near: TorchDevice, job: Job) -> None:
     model, layers, rows = job.model, job.model.layers, -(-job.rows // 16) * 16
     crossing = job.where("host", "device") + job.where("disk", "device")
     mine = job.where("device", "device") + crossing
+    budget.take("libraries", near.library_nbytes)
     budget.take("weights", resident_nbytes(near, model, job.where("device", "device")), "place fewer layers there")
     largest = max((whole_nbytes(near, layers[i]) for i in crossing), default=0)
     budget.take("weight buffers", min(BUFFERS, len(crossing)) * largest)

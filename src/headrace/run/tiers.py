@@ -5,6 +5,7 @@ Residual rows stay on the device from one of its layers to the next. Everything 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -85,6 +86,8 @@ class TieredComputer:
         self._programs = {i: far.device.compile(layers[i].ops, width) for i in own if places[i].compute == "host"}
         self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
         self._guests: dict[int, _Guest] = {}
+        self.waited = 0.0
+        """Seconds that steps waited for rows to cross."""
         self._holding = -1
         self._context: AbstractContextManager[Mapping[str, Weight]] | None = None
         self._weights: Mapping[str, Weight] = {}
@@ -224,7 +227,9 @@ class TieredComputer:
 
     def _cross(self, direction: Direction, purpose: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy and wait. The device's memory, too, is free for it only after what it was asked before."""
+        start = time.perf_counter()
         self.link.send(direction, purpose, pairs, urgent=True, after=self.device.mark()).result()
+        self.waited += time.perf_counter() - start
 
     # --- holding ----------------------------------------------------------------------------------------
 
