@@ -20,7 +20,6 @@ import numpy as np
 from headrace.formats.index import open_model
 from headrace.kernels.device import Device
 from headrace.kernels.dispatch import make_device
-from headrace.kernels.reference import ReferenceDevice
 from headrace.memory.kv import HostKV, kv_shapes, parse_bits
 from headrace.memory.slots import pages_for
 from headrace.memory.weights import Resident
@@ -105,6 +104,9 @@ def main() -> None:
     result["llama.cpp"] = perplexity(np.array([v for _, values in theirs for v in values]))
     result["integer path"] = perplexity(by_us(device, model, texts, (16, 16)))
     if not args.no_f32:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+        from reference_device import ReferenceDevice
+
         result["f32"] = perplexity(by_us(ReferenceDevice(), model, texts, (16, 16)))
         result["integer over f32"] = result["integer path"] / result["f32"] - 1
     result["integer over llama.cpp"] = result["integer path"] / result["llama.cpp"] - 1

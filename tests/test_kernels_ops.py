@@ -7,8 +7,8 @@ import pytest
 
 from headrace.kernels.device import KVShape, Rows
 from headrace.kernels.ops import Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
-from headrace.kernels.reference import ReferenceDevice
 from helpers_kernels import RNG, Cache, Seq, cpu, floats, pack, prompt, random_q4_1, rows_of, run, shuffled_slots
+from reference_device import ReferenceDevice
 
 WIDTH = 44
 

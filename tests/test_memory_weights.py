@@ -12,13 +12,13 @@ from headrace.formats.tensor import KNOWN, row_nbytes
 from headrace.formats.writer import write_gguf
 from headrace.kernels.device import Device
 from headrace.kernels.dispatch import make_device
-from headrace.kernels.reference import ReferenceDevice
 from headrace.memory import weights
 from headrace.memory.buffers import allocate
 from headrace.memory.weights import pack_tensor
 from headrace.model.layers import Model, TensorPlan, load_model
 from headrace.model.names import Source
 from helpers_tiny import tiny_model
+from reference_device import ReferenceDevice
 
 
 @pytest.mark.parametrize("fmt", KNOWN)

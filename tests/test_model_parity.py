@@ -12,9 +12,9 @@ import pytest
 import helpers_model as h
 from headrace.formats.index import open_model
 from headrace.kernels.dispatch import make_device
-from headrace.kernels.reference import ReferenceDevice
 from headrace.model.layers import spec_of
 from helpers_gguf import write_gguf
+from reference_device import ReferenceDevice
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

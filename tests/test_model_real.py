@@ -12,7 +12,7 @@ import pytest
 import helpers_model as h
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.quant import dequantise
-from headrace.kernels.reference import ReferenceDevice
+from reference_device import ReferenceDevice
 from test_model_parity import close, oracle
 
 torch = pytest.importorskip("torch")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BadFile, HeadraceError, Unsupported
-from headrace.kernels.reference import ReferenceDevice
 from headrace.plan.machine import Compute, Link, Machine, Tier
 from headrace.plan.plan import Place, Plan, spread
 from headrace.plan.probe import REQUEST, disk_rate, measure, probe
+from reference_device import ReferenceDevice
 
 RATES = st.floats(1.0, 1e15)
 SIZES = st.integers(0, 1 << 50)

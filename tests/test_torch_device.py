@@ -17,13 +17,13 @@ from headrace.formats.tensor import BLOCKS, KNOWN  # noqa: E402
 from headrace.kernels.device import KVShape, Rows  # noqa: E402
 from headrace.kernels.dispatch import make_torch  # noqa: E402
 from headrace.kernels.ops import Attend  # noqa: E402
-from headrace.kernels.reference import ReferenceDevice  # noqa: E402
 from headrace.kernels.torch_device import TorchDevice  # noqa: E402
 from headrace.kernels.torch_formats import FORMATS, expand  # noqa: E402
 from headrace.kernels.torch_ops import execute  # noqa: E402
 from helpers_kernels import RNG, Cache  # noqa: E402
 from helpers_model import i32, load, logits_of  # noqa: E402
 from helpers_tiny import VOCAB, tiny_model  # noqa: E402
+from reference_device import ReferenceDevice  # noqa: E402
 from test_invariance import together  # noqa: E402
 
 TOKENS = [int(t) for t in RNG(3).integers(0, VOCAB, 300)]
