@@ -100,7 +100,7 @@ def drafts(draw: st.DrawFn) -> Draft:
         Guess(draw(i31), draw(st.integers(-1, i - 1)), draw(chance), draw(ranks), draw(ranks))
         for i in range(draw(st.integers(0, 5)))
     )
-    return Draft(draw(seqs), draw(i31), tuple(draw(st.lists(i31, max_size=3))), guesses)
+    return Draft(draw(seqs), draw(i31), tuple(draw(st.lists(i31, max_size=3))), guesses, draw(st.booleans()))
 
 
 tops = st.lists(st.tuples(i31, finite), max_size=3).map(tuple)

@@ -49,7 +49,7 @@ _RUN = struct.Struct("<IQBIIIII")
 _CANCEL = struct.Struct("<IQI")
 _RESULT = struct.Struct("<IQII")
 _PASSED = struct.Struct("<Q")
-_DRAFT = struct.Struct("<QIII")
+_DRAFT = struct.Struct("<QIII?")
 _COMMITTED = struct.Struct("<QIIB")
 _KIND = struct.Struct("<B")
 _APPEND = struct.Struct("<BQI")
@@ -170,7 +170,7 @@ def _draft(message: Draft) -> tuple[int, list[Data]]:
         *[g.rank for g in guesses],
         *[g.drafter for g in guesses],
     )
-    return DRAFT, [_DRAFT.pack(message.seq, message.base, t, n), body]
+    return DRAFT, [_DRAFT.pack(message.seq, message.base, t, n, message.more), body]
 
 
 def _committed(message: Committed) -> tuple[int, list[Data]]:
@@ -329,7 +329,7 @@ def _read_passed(reader: Reader, limits: Limits) -> Passed:
 
 
 def _read_draft(reader: Reader, limits: Limits) -> Draft:
-    seq, base, t, n = reader.take(_DRAFT)
+    seq, base, t, n, more = reader.take(_DRAFT)
     tail, tokens, parents, chances, ranks, drafters = reader.columns(
         (t, "I"), (n, "I"), (n, "i"), (n, "d"), (n, "H"), (n, "H")
     )
@@ -340,7 +340,7 @@ def _read_draft(reader: Reader, limits: Limits) -> Draft:
         raise BadMessage(f"a draft of sequence {seq}: a guess comes before the one it stands on")
     if any(not 0.0 <= chance <= 1.0 for chance in chances):
         raise BadMessage(f"a draft of sequence {seq}: a probability is not from 0 to 1")
-    return Draft(_seq(seq), base, tail, tuple(map(Guess, tokens, parents, chances, ranks, drafters)))
+    return Draft(_seq(seq), base, tail, tuple(map(Guess, tokens, parents, chances, ranks, drafters)), more)
 
 
 def _read_committed(reader: Reader, limits: Limits) -> Committed:

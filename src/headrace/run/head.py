@@ -285,7 +285,7 @@ class Head:
         for seq in self._turn:
             live = self.live[seq]
             known = len(live.tokens) - live.launched
-            if known and self.policy.ready(seq, len(live.tokens), now):
+            if known and self.policy.ready(seq, live.tip, now):
                 demands.append(Demand(seq, known, prompt=live.emitted == 0))
         runs = [self._known_rows(shares, self._next_run + i) for i, shares in enumerate(fill(demands, self.order))]
         tips = [(seq, self.live[seq].tip) for seq in self._turn if self.live[seq].tip.launched]

@@ -19,8 +19,11 @@ class GuessPolicy(Protocol):
 
     most_guesses: int
 
-    def ready(self, seq: int, known: int, now: float) -> bool:
-        """Whether the sequence's ``known`` tokens may be launched now (a synchronous policy waits for its draft)."""
+    def ready(self, seq: int, tip: Node, now: float) -> bool:
+        """Whether what is known up to the tip may be launched now, or should wait for a draft to travel with it.
+
+        Asked again at every event; a policy may wait only for what is sure to come (see ``Draft``).
+        """
         ...
 
     def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
@@ -56,7 +59,7 @@ class NoGuesses:
 
     most_guesses = 0
 
-    def ready(self, seq: int, known: int, now: float) -> bool:
+    def ready(self, seq: int, tip: Node, now: float) -> bool:
         return True
 
     def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:

@@ -210,12 +210,17 @@ class Guess:
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree under the first ``base`` tokens of a sequence, whose last ``len(tail)`` of them are ``tail``."""
+    """A tree under the first ``base`` tokens of a sequence, whose last ``len(tail)`` of them are ``tail``.
+
+    A drafter answers each Committed (unless it says over) with at least one draft of that base, an empty one if it
+    has nothing to say; more: another draft is sure to follow, whatever happens. So a head may wait for it.
+    """
 
     seq: int
     base: int
     tail: tuple[int, ...]
     guesses: tuple[Guess, ...]
+    more: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The text must be plain decoding's, nothing may be left over, and it must end.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,8 +19,14 @@ from headrace.run.tree import Node
 from headrace.run.types import Request, Sampling, Submit, Withdraw
 from headrace.simulate.drafter import Scripted
 from headrace.simulate.driver import Simulation, Stuck
-from headrace.simulate.model import LightModel
+from headrace.simulate.model import LightDraft, LightModel
 from headrace.simulate.network import LinkSpec
+from headrace.speculate.control import Measured, Speed
+from headrace.speculate.drafters import Drafter
+from headrace.speculate.grow import Growth, ModelDrafter
+from headrace.speculate.growth import Continuous, Once
+from headrace.speculate.pipeinfer import Knobs, Microbatches, PipeInfer
+from headrace.speculate.sync import Synchronous
 
 VOCAB = 499
 
@@ -78,18 +84,43 @@ def requests_of(rnd: random.Random) -> list[Request]:
     return made
 
 
-def policy_of(rnd: random.Random) -> GuessPolicy:
-    return Erratic(rnd, rnd.random())
+@dataclass(frozen=True)
+class Guessing:
+    """Who decides and who drafts. stages: of the draft model; 0: the drafter has none."""
+
+    policy: GuessPolicy
+    drafter: Drafter
+    stages: int = 0
 
 
-def run_seed(seed: int, made: Made | None = None, policy: Callable[[random.Random], GuessPolicy] = policy_of) -> str:
+def guessing_of(rnd: random.Random, truth: Mapping[int, Sequence[int]]) -> Guessing:
+    """Mostly erratic choices among scripted trees, else one of the real policies with a drafter that is a model."""
+    scripted = Scripted(truth, rnd, rnd.random(), VOCAB)
+    kind = rnd.random()
+    if kind < 0.6:
+        return Guessing(Erratic(rnd, rnd.random()), scripted)
+    growth: Growth
+    policy: GuessPolicy = Measured(Speed(lambda r: 4 + 0.3 * r, lambda r: 1 + 0.1 * r), rows=8, most_guesses=60)
+    if kind < 0.75:
+        return Guessing(policy, scripted)
+    if kind < 0.85:
+        growth = Continuous(lambda r: 1 + 0.2 * r, width=3, rows=4, floor=0.05)
+    elif kind < 0.93:
+        knobs = Knobs(rnd.randint(1, 6), rnd.randint(1, 3), 0.001, 0.1, rnd.choice((0.0, 0.1)), rnd.choice((0.0, 0.05)))
+        policy, growth = PipeInfer(knobs, 60), Microbatches(knobs, width=3, lead=8)
+    else:
+        policy, growth = Synchronous(60), Once(rnd.randint(1, 4), 2, rnd.randint(1, 6), 3)
+    return Guessing(policy, ModelDrafter(40, growth, most=64, chunk=rnd.choice((3, 40))), rnd.randint(1, 2))
+
+
+def run_seed(seed: int, made: Made | None = None) -> str:
     """What went wrong with this seed, in a sentence; "" when all is well."""
     rnd = random.Random(seed)
     made = made or Made()
     layers, requests = rnd.randint(1, 5), requests_of(rnd)
     plain = {r.id: LightModel(layers, VOCAB, seed).plain(r) for r in requests}
     truth = {r.id: (*r.tokens, *plain[r.id][0]) for r in requests}
-    simulation = _cluster(rnd, seed, layers, made, policy(rnd), Scripted(truth, rnd, rnd.random(), VOCAB))
+    simulation = _cluster(rnd, seed, layers, made, guessing_of(rnd, truth))
     withdrawn: set[int] = set()
     for r in requests:
         at = rnd.choice((0.0, rnd.random() * 30))
@@ -116,9 +147,7 @@ def run_seed(seed: int, made: Made | None = None, policy: Callable[[random.Rando
     return f"seed {seed}: {wrong[0]}" if wrong else ""
 
 
-def _cluster(
-    rnd: random.Random, seed: int, layers: int, made: Made, policy: GuessPolicy, drafter: Scripted
-) -> Simulation:
+def _cluster(rnd: random.Random, seed: int, layers: int, made: Made, guessing: Guessing) -> Simulation:
     count = rnd.randint(1, layers)
     edges = [0, *sorted(rnd.sample(range(1, layers), count - 1)), layers]
     stages: list[tuple[Stage, Computer | None]] = [
@@ -139,9 +168,16 @@ def _cluster(
     link = LinkSpec(
         rnd.choice((0.0, 0.1, 2.0)), rnd.choice((1e3, 1e6)), rnd.choice((0.0, 0.5, 5.0)), stall, rnd.choice((0.0, 20.0))
     )
-    head = made.head(pages, order, policy)
+    head = made.head(pages, order, guessing.policy)
     lazy = rnd.random() < 0.3
-    fixed = speeds[0]
+    fixed, small = speeds[0], rnd.choice((0.02, 0.3))
+    draft: list[tuple[Stage, Computer | None]] = []
+    if guessing.stages:
+        # The draft is the target with errors, on one node or two.
+        accuracy = rnd.random()
+        cuts = [0, layers // 2, layers] if guessing.stages == 2 and layers > 1 else [0, layers]
+        draft = [(Stage(a, b, layers), LightDraft(layers, VOCAB, seed, accuracy, 3)) for a, b in pairwise(cuts)]
     return Simulation(
-        head, stages, (lambda _, rows: fixed * (1 + 0.1 * rows)) if lazy else cost, link, 1, drafter, rnd=rnd, lazy=lazy
-    )
+        head, stages, (lambda _, rows: fixed * (1 + 0.1 * rows)) if lazy else cost, link, 1, guessing.drafter, draft,
+        lambda _, rows: small * (1 + 0.1 * rows), rnd=rnd, lazy=lazy,
+    )  # fmt: skip

@@ -116,7 +116,8 @@ def synchronous(depth: int, beam: int = 1, nodes: int | None = None, width: int 
 
 
 def pipeinfer(knobs: Knobs) -> Strategy:
-    name = f"pipeinfer draft {knobs.draft} np {knobs.np} pa {knobs.pa} ps {knobs.ps} pr {knobs.pr} pd {knobs.pd}"
+    name = f"pipeinfer --draft {knobs.draft} -np {knobs.np} -pa {knobs.pa} -ps {knobs.ps}"
+    name += f" -pr {knobs.pr} -pd {knobs.pd}" if knobs.pr or knobs.pd else ""
     return Strategy(
         name, lambda c: (PipeInfer(knobs), Microbatches(knobs), Order(blocks=2 * len(c.layers) + 4, guesses=64))
     )

@@ -27,7 +27,7 @@ class Scripted:
         if event.over:
             del self.known[event.seq]
             return []
-        return [self._tree(event.seq, known) for _ in range(self.random.choice((0, 1, 1, 2)))]
+        return [self._tree(event.seq, known) for _ in range(self.random.choice((1, 1, 1, 2)))]
 
     def _tree(self, seq: int, known: list[int]) -> Draft:
         rnd, full = self.random, self.truth[seq]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from headrace.errors import HeadraceError
 from headrace.run.head import Head
@@ -29,6 +29,7 @@ from headrace.run.types import (
 )
 from headrace.simulate.clock import Clock
 from headrace.simulate.network import Link, LinkSpec, nbytes, run_nbytes
+from headrace.speculate.drafters import Drafter
 
 StepCost: TypeAlias = Callable[[int, int], float]
 """(stage, rows) -> seconds of one layer."""
@@ -36,12 +37,6 @@ StepCost: TypeAlias = Callable[[int, int], float]
 
 class Stuck(HeadraceError):
     """A simulated run that stopped before its requests were answered."""
-
-
-class Drafter(Protocol):
-    """A drafter's state machine. Its RunMessages and Cancels are for its own stages, whose Results it hears."""
-
-    def on_event(self, event: Committed | Result, now: float) -> Sequence[Draft | RunMessage | Cancel]: ...
 
 
 @dataclass(frozen=True)
@@ -74,12 +69,16 @@ class Node:
         self._began = 0.0
         self._each = 0.0
         self._order = 0
+        self._through = -1
         self._span: tuple[int, float, int] | None = None
 
     def deliver(self, event: RunMessage | Cancel) -> None:
         now = self.pipe.clock.now
         self._catch_up(now)
         self._carry(event, now)
+        if isinstance(event, Cancel) and self.step is not None and self.step.run == event.run:
+            # Looked at after this layer, not after all that were taken in one go.
+            self._schedule(self.step.layer, self._began + self._each)
 
     def _catch_up(self, now: float) -> None:
         """Steps that ended by now."""
@@ -87,9 +86,9 @@ class Node:
             self._carry(self.step, self._began + self._each)
 
     def _finish(self, order: int) -> None:
-        if order == self._order and self.step is not None:
-            end = self.pipe.clock.now
-            self._catch_up(end + 1e-12)
+        now = self.pipe.clock.now
+        while order == self._order and self.step is not None:
+            self._carry(self.step, now)
 
     def _carry(self, event: RunMessage | Cancel | Step, now: float) -> None:
         if isinstance(event, Step):
@@ -110,18 +109,18 @@ class Node:
         rows = len(run.live)
         if self._span is None or self._span[0] != step.run:
             self._span = (step.run, now, rows)
-            new = True
-        else:
-            new = False
-        each = self.pipe.cost(self.at, rows)
-        lone = self.pipe.lazy and len(self.stage.block) == 1
-        if lone and not new and self.step is None and each == self._each and self._order:
-            self.step, self._began = step, now
-            return
-        self.step, self._began, self._each = step, now, each
+            self._through = -1
+        self.step, self._began = step, now
+        if step.layer > self._through:
+            self._each = self.pipe.cost(self.at, rows)
+            last = self.stage.end - 1 if self.pipe.lazy and len(self.stage.block) == 1 else step.layer
+            self._schedule(last, now + self._each * (last + 1 - step.layer))
+
+    def _schedule(self, last: int, end: float) -> None:
+        """The steps up to this layer, whose rows don't change meanwhile, end then."""
+        self._through = last
         self._order += 1
-        left = self.stage.end - step.layer if lone else 1
-        self.pipe.clock.at(now + each * left, self._finish, self._order)
+        self.pipe.clock.at(end, self._finish, self._order)
 
     def _close(self, run: int, now: float, effect: RunMessage | Result) -> None:
         if self._span is not None and self._span[0] == run and self.pipe.spans is not None:

@@ -157,6 +157,31 @@ class LightModel:
                 return text, "length"
 
 
+class LightDraft(LightModel):
+    """A draft of the model with the same seed: the target's choice is its first with ``accuracy``, else later.
+
+    Where, is a function of the place in the text, so every driver meets the same.
+    """
+
+    def __init__(self, layers: int, vocab: int, seed: int, accuracy: float, width: int = 4) -> None:
+        super().__init__(layers, vocab, seed)
+        self.accuracy, self.width = accuracy, width
+
+    def step(self, layer: int, run: Run) -> None:
+        super().step(layer, run)
+        if layer == self.layers - 1:
+            run.choices = tuple(self._listed(choice, run) for choice in run.choices)
+
+    def _listed(self, choice: Choice, run: Run) -> Choice:
+        row = run.message.rows[choice.row]
+        luck = _scramble(_scramble(row.position * 7919 + row.token + self.seed)) / 2**64
+        others = [(choice.token + 1 + i) % self.vocab for i in range(self.width)]
+        at = 0 if luck < self.accuracy else 1 + int((luck - self.accuracy) * 1e6) % self.width
+        named = [*others[:at], choice.token, *others[at:]][: self.width]
+        top = tuple((token, -0.3 - rank) for rank, token in enumerate(named))
+        return Choice(choice.row, top[0][0], top[0][1], top)
+
+
 def _look(run: Run, i: int) -> tuple[Sampling, list[int]]:
     sampling, ids = run.history[i]
     return sampling, ids.tolist()

@@ -116,6 +116,11 @@ class Merged:
                 continue
             for effect in drafter.on_event(event, now):
                 if isinstance(effect, Draft):
-                    effect = replace(effect, guesses=tuple(replace(g, drafter=i) for g in effect.guesses))
+                    guesses = tuple(replace(g, drafter=i) for g in effect.guesses)
+                    effect = replace(effect, guesses=guesses, more=effect.more or self._others_follow(i, event))
                 effects.append(effect)
         return effects
+
+    def _others_follow(self, i: int, event: Committed | Result) -> bool:
+        """Whether another drafter still owes its answer to what was committed."""
+        return isinstance(event, Committed) and any(not isinstance(d, NGram) for d in self.drafters[i + 1 :])

@@ -63,6 +63,8 @@ class Grown:
     cached: int = 0
     heap: list[tuple[float, int, Leaf]] = field(default_factory=list)
     """Leaves that could be expanded, the likeliest first."""
+    owed: bool = True
+    """The head was promised a draft."""
     fresh: list[tuple[float, int, Leaf]] = field(default_factory=list)
     """Leaves the head wasn't told of, the likeliest first."""
 
@@ -118,9 +120,16 @@ class ModelDrafter:
         return effects
 
     def _tell(self, effects: list[Draft | RunMessage | Cancel]) -> bool:
-        drafts = [self._draft(g, told) for g in self.grown.values() if (told := self.growth.tell(g)) is not None]
-        effects.extend(drafts)
-        return bool(drafts)
+        """Drafts for the head: what a growth wants told, and what was promised (see ``Draft``)."""
+        some = False
+        for grown in self.grown.values():
+            told = self.growth.tell(grown)
+            mine = self.flight is not None and bool(self._rows) and self._rows[0].seq == grown.seq
+            if told is not None or (grown.owed and not mine):
+                effects.append(replace(self._draft(grown, told or ()), more=mine))
+                grown.owed = mine
+                some = some or told is not None
+        return some
 
     # --- what is known ----------------------------------------------------------------------------------
 
@@ -155,6 +164,7 @@ class ModelDrafter:
             hit = True
             for token in event.tokens:
                 hit = self._advance(known, token, dead) and hit
+            known.owed = True
             self._room(known)
             self.growth.started(known, hit)
         if dead:

@@ -19,7 +19,8 @@ class Synchronous(NoGuesses):
         """How many tokens were known when the sequence's latest draft was made; absent: it never got one."""
         self._known: dict[int, int] = {}
 
-    def ready(self, seq: int, known: int, now: float) -> bool:
+    def ready(self, seq: int, tip: Node, now: float) -> bool:
+        known = tip.position + 1
         return self._known.setdefault(seq, known) == known or self._drafted.get(seq, 0) >= known
 
     def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
