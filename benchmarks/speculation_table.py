@@ -33,6 +33,7 @@ from headrace.simulate.cluster import (
     synchronous,
 )  # fmt: skip
 from headrace.simulate.network import GIGABIT, HUNDRED, LinkSpec
+from headrace.speculate.control import WIDTHS
 from headrace.speculate.pipeinfer import Knobs
 
 LAYERS, WIDTH = 80, 8192
@@ -90,22 +91,22 @@ def best_pipeinfer(cell: Cell, tokens: int, quick: bool) -> tuple[float, Strateg
 
 
 def bound(cell: Cell, chances: Sequence[float]) -> float:
-    """Times plain no policy of single-token guesses can exceed, by a relaxation: see docs/speculation.md.
+    """Times plain: the best of a relaxed problem in which an oracle names the right parent of every guess.
 
-    A miss costs a whole pass; at most every one of the drafter's listed tokens is covered; a hit can't be found
-    sooner than the drafter proposes it, a step each, nor (per row) than the slowest stage takes rows in.
+    So rows are spent only where the text goes, ``n`` of a position's likeliest guesses at each, ``rows`` a run;
+    drafting is free. A cycle is a known token's pass, then ``hits`` positions entered at ``rows`` a run, then the
+    last run's pass. What is left out (guesses under wrong parents) is what wide trees are made of, so it is loose there.
     """
-    covered, shared = sum(chances), cell.shared
-    per_step = shared.draft_time
-    best = 0.0
-    for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        # The likeliest ``rows`` continuations of each step can't cover more than the whole list does.
-        entering = max(shared.stage_time(i, rows) for i in range(len(shared.layers))) / rows
-        token = max(per_step, min(entering, shared.stage_time(0, 1)))
-        hits = covered / (1.0 - covered) if covered < 1 else 1e9
-        first = shared.speed().passing(1)
-        best = max(best, (1 + hits) / (first + hits * token))
-    return best / (1.0 / cell.alone.speed().passing(1))
+    speed = cell.shared.speed()
+    best = 1.0
+    for rows in WIDTHS:
+        for n in range(1, len(chances) + 1):
+            c = sum(sorted(chances, reverse=True)[:n])
+            hits = c / (1.0 - c)
+            entered = max(hits * n / rows - 1.0, 0.0) * speed.entering(rows)
+            cycle = (1.0 - c) * speed.passing(1) + c * speed.passing(rows) + entered
+            best = max(best, (1.0 + hits) / cycle * cell.alone.speed().passing(1))
+    return best
 
 
 def rows_of(args: argparse.Namespace) -> list[dict[str, object]]:

@@ -11,6 +11,7 @@ import pytest
 from headrace.errors import BadFile
 from headrace.simulate.acceptance import Acceptance
 from headrace.simulate.cluster import GPU_CURVE, Cluster, Curve, even, load_cluster, ours, plain, run_simulation
+from headrace.simulate.driver import Simulation
 from headrace.simulate.network import LinkSpec
 from headrace.simulate.report import chrome_trace, timeline_html, timeline_svg
 
@@ -67,3 +68,18 @@ def test_cluster_files(tmp_path: Path) -> None:
             load_cluster(file)
     with pytest.raises(BadFile, match=r"none\.toml"):
         load_cluster(tmp_path / "none.toml")
+
+
+def test_layers_taken_in_one_go_change_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at each layer by itself, and at all in one go where nothing can come between, is the same."""
+    times = []
+    original = Simulation.__init__
+    for lazy in (True, False):
+
+        def init(self, *args, lazy=lazy, **kwargs) -> None:  # type: ignore[no-untyped-def]
+            original(self, *args, **kwargs, lazy=lazy)
+
+        monkeypatch.setattr(Simulation, "__init__", init)
+        report = run_simulation(WHERE, Acceptance(0.6), ours(), 60)
+        times.append((report.launched, report.cancelled, report.runs, pytest.approx(report.seconds, rel=1e-9)))
+    assert times[0] == times[1]

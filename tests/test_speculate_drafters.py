@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+from headrace.cluster.loopback import Loopback
 from headrace.run.head import Head
 from headrace.run.schedule import Order
-from headrace.run.stage import Stage
-from headrace.run.types import Committed, Draft, Request, Sampling, Submit
+from headrace.run.stage import Run, Stage
+from headrace.run.types import Choice, Committed, Draft, Emit, Request, Sampling, Submit
 from headrace.simulate.driver import Simulation
 from headrace.simulate.model import LightDraft, LightModel
 from headrace.simulate.network import LinkSpec
@@ -109,3 +110,27 @@ def test_a_drafter_that_errs_costs_time_and_nothing_else() -> None:
     assert text == same == LightModel(4, 499, 1).plain(request)[0]
     assert right.log.emitted[-1][0] < wrong.log.emitted[-1][0]
     assert wrong.head.counts.cancelled > 20
+
+
+class Refrain:
+    """A model that says the same nine tokens over and over: a computer for one stage of one layer."""
+
+    def step(self, layer: int, run: Run) -> None:
+        rows = run.message.rows
+        run.choices = tuple(Choice(i, 1 + (rows[i].position + 1) % 9) for i in run.live if rows[i].wanted)
+
+
+def test_lookup_pays_on_one_machine() -> None:
+    """In one process, known tokens wait for the drafter's answer, and each pass gives several."""
+    runs = {}
+    for name, drafter in (("none", None), ("lookup", NGram())):
+        policy = Measured(Speed(lambda r: 1 + 0.1 * r, lambda r: 1 + 0.1 * r), rows=16, most_guesses=96)
+        head = Head(20, Order(guesses=16), policy)
+        loop = Loopback(head, [(Stage(0, 1, 1), Refrain())], drafter)
+        loop.submit(Submit(Request(0, tuple(1 + i % 9 for i in range(20)), 200)))
+        text = []
+        while not loop.idle:
+            text.extend(out.token for out in loop.pump() if isinstance(out, Emit))
+        assert text == [1 + i % 9 for i in range(20, 220)]
+        runs[name] = head.counts.runs
+    assert runs["none"] >= 200 and runs["lookup"] < 60

@@ -26,7 +26,7 @@ class Ranks(Protocol):
     def stated(self, position: int) -> Sequence[float]: ...
 
 
-def _unit(x: int) -> float:
+def unit(x: int) -> float:
     """A hash of x, uniform in [0, 1) (SplitMix64's finaliser)."""
     x = (x + 0x9E3779B97F4A7C15) & (2**64 - 1)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
@@ -45,7 +45,7 @@ class Acceptance:
         return (self.first, *((1 - self.first) * share for share in RUNNERS_UP))
 
     def rank(self, position: int) -> int:
-        at = _unit(position * 1_000_003 + self.seed * 7919)
+        at = unit(position * 1_000_003 + self.seed * 7919)
         for rank, chance in enumerate(self.chances()):
             if at < chance:
                 return rank

@@ -62,7 +62,8 @@ class Microbatches:
             or not hit
             or any(leaf.state == DEAD for leaf in (*old.active, *((old.end,) if old.end else ())))
         ):
-            self._making[grown.seq] = _Making()
+            # No tree was made before this token, and none of ours was right: what decays goes on decaying.
+            self._making[grown.seq] = _Making(missed=old.missed if old and not hit else 0)
         else:
             old.made = old.missed = 0
             old.resting = False
