@@ -95,7 +95,8 @@ def bound(cell: Cell, chances: Sequence[float]) -> float:
 
     So rows are spent only where the text goes, ``n`` of a position's likeliest guesses at each, ``rows`` a run;
     drafting is free. A cycle is a known token's pass, then ``hits`` positions entered at ``rows`` a run, then the
-    last run's pass. What is left out (guesses under wrong parents) is what wide trees are made of, so it is loose there.
+    last run's pass. What is left out (guesses under wrong parents) is what wide trees are made of, so it is loose
+    there.
     """
     speed = cell.shared.speed()
     best = 1.0
