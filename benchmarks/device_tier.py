@@ -28,11 +28,12 @@ import torch
 from headrace.formats.index import open_model
 from headrace.memory.link import DIRECTIONS, Link, Pace
 from headrace.model.layers import load_model
+from headrace.options import Options
 from headrace.plan.plan import Place
 from headrace.run.stage import Stage
 from headrace.run.tiers import TieredComputer
 from headrace.run.types import Append, Params, Result, Row, RunMessage, Sampling, Step
-from headrace.setup import Options, build
+from headrace.setup import build
 from headrace.system import cores
 from model_zoo import smollm2
 

@@ -17,8 +17,8 @@ from headrace.kernels.dispatch import make_device
 from headrace.memory.kv import HostKV, kv_shapes
 from headrace.memory.weights import Resident
 from headrace.model.layers import load_model
+from headrace.options import Options
 from headrace.run.score import ScoringComputer, log_probabilities
-from headrace.setup import Options
 from helpers_chat import chat_model
 
 OPTIONS = Options(threads=1, rows=64, sequences=1)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import setup
+from headrace import placement, setup
 from headrace.engine import Engine, load
 from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable
 from headrace.formats.files import ScratchFile
@@ -237,7 +237,7 @@ def test_what_cant_be_is_refused_before_loading(model: Path, tmp_path: Path, mon
         load(model, **usual, kv_frames=100)
     with pytest.raises(BadFile, match="no such folder"):
         load(model, **usual, kv_disk=tmp_path / "none")
-    monkeypatch.setattr(setup, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(placement, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(Unavailable, match="another folder"):
         load(model, **usual, kv_disk=tmp_path)
 
@@ -252,6 +252,6 @@ def test_room_for_sequences_comes_from_the_disk(model: Path, tmp_path: Path, mon
     with load(model, **options, kv_disk=tmp_path) as engine:
         assert engine.head.pool.total == 64 * 8
     one = 3 * 8 * 8192
-    monkeypatch.setattr(setup, "free_bytes", lambda folder: 21 * one)
+    monkeypatch.setattr(placement, "free_bytes", lambda folder: 21 * one)
     with load(model, **options, kv_disk=tmp_path) as engine:
         assert engine.head.pool.total == 10 * 8

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace import setup
+from headrace import placement
 from headrace.errors import OverBudget
 from headrace.formats.index import open_model
 from headrace.kernels.dispatch import make_device
@@ -18,7 +18,8 @@ from headrace.memory.budget import Budget
 from headrace.memory.stream import Streamed, evenly, pack
 from headrace.memory.weights import Resident
 from headrace.model.layers import Model, load_model
-from headrace.setup import Options, place
+from headrace.options import Options
+from headrace.placement import place
 from helpers_tiny import tiny_model
 
 
@@ -83,7 +84,7 @@ def test_evenly(count: int, total: int) -> None:
 
 
 def test_placement_fits_every_budget_or_refuses(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "resident_now", lambda: 100 << 20)
+    monkeypatch.setattr(placement, "resident_now", lambda: 100 << 20)
     device = make_device("cpu", threads=1)
     options = Options(rows=8)
     free = Budget(None)

@@ -20,11 +20,12 @@ from headrace.kernels.torch_device import TorchDevice  # noqa: E402
 from headrace.memory.budget import Budget  # noqa: E402
 from headrace.memory.link import Pace  # noqa: E402
 from headrace.model.layers import Model, load_model  # noqa: E402
+from headrace.options import Options  # noqa: E402
 from headrace.plan.plan import Place  # noqa: E402
 from headrace.run import placing, tiers  # noqa: E402
 from headrace.run.stage import Stage  # noqa: E402
 from headrace.run.types import Append, Cancel, Params, Row, RunMessage, Sampling, Step  # noqa: E402
-from headrace.setup import Options, build  # noqa: E402
+from headrace.setup import build  # noqa: E402
 from headrace.text.tokenizer import Tokenizer  # noqa: E402
 from helpers_tiny import HEAD, HEADS, KV_HEADS, VOCAB, WIDTH, tiny_model  # noqa: E402
 

@@ -25,21 +25,13 @@ from headrace.memory.budget import Budget
 from headrace.memory.slots import pages_for
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer, Model, load_model
+from headrace.options import Options
+from headrace.placement import affordable_caches, context_of, load_weights, make_cache, open_file, pass_bytes, place
 from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Stage
-from headrace.setup import (
-    Options,
-    Parts,
-    affordable_caches,
-    context_of,
-    load_weights,
-    make_cache,
-    open_file,
-    pass_bytes,
-    place,
-)
+from headrace.setup import Parts
 from headrace.text.tokenizer import Tokenizer
 
 GREETING = 300.0

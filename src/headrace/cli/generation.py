@@ -21,7 +21,7 @@ from headrace.store.find import find
 
 if TYPE_CHECKING:
     from headrace.engine import Engine, Figures, Piece
-    from headrace.setup import Options
+    from headrace.options import Options
 
 MAX_PROMPT = 64 << 20
 """Bytes of a prompt file: past any context, and a wrong file is noticed before it fills the memory."""
@@ -45,7 +45,7 @@ def find_model(args: argparse.Namespace) -> Path:
 
 def machine_of(args: argparse.Namespace) -> Options:
     """What ``options.add_machine``'s options say, the same on every rank."""
-    from headrace.setup import Options
+    from headrace.options import Options
 
     return Options(
         threads=0 if args.link else system.cores(),

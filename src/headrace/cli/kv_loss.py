@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
         path = find(args.kv, config.resolve(), note, bar)
     from headrace.jobs.kv_loss import kv_losses
     from headrace.jobs.prose import TEXT
-    from headrace.setup import Options
+    from headrace.options import Options
 
     text = read_text(args.text) if args.text is not None else TEXT
     options = Options(threads=args.threads or system.cores(), rows=64, sequences=1, tell=note)

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.engine import Job
 from headrace.jobs.asked import CHAT, Asked
+from headrace.results import Job
 from headrace.run.types import Emit
 from headrace.text.stream import Stream
 from headrace.text.tokenizer import Tokenizer

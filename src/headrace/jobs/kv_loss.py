@@ -16,8 +16,9 @@ from headrace.memory.budget import Budget
 from headrace.memory.kv import PRESETS, HostKV, kv_shapes, page_nbytes
 from headrace.memory.slots import pages_for
 from headrace.model.layers import load_model
+from headrace.options import Options
+from headrace.placement import load_weights, open_file, place
 from headrace.run.score import ScoringComputer, log_probabilities, perplexity
-from headrace.setup import Options, load_weights, open_file, place
 from headrace.text.tokenizer import Tokenizer
 
 ROWS = 64

@@ -1,0 +1,209 @@
+"""What a model takes of the memory, and where each part of it lies: counted before a byte is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace import system
+from headrace.config import resolve
+from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable
+from headrace.formats.files import free_bytes
+from headrace.formats.index import ModelFile, open_model
+from headrace.formats.requant import requantise
+from headrace.kernels.device import PAGE, Device, KVShape
+from headrace.memory.budget import Budget, human
+from headrace.memory.buffers import round_up
+from headrace.memory.kv import HostKV, kv_shapes, page_nbytes
+from headrace.memory.kv_disk import BOOKS, DiskKV, least_frames, stride, usual_frames
+from headrace.memory.slots import pages_for
+from headrace.memory.stream import BUFFERS, Streamed, evenly, pack
+from headrace.memory.weights import Resident, Weights, layer_nbytes
+from headrace.model.layers import Layer, Model
+from headrace.options import DEFAULT_CONTEXT, Options
+
+MARGIN = 48 << 20
+"""What Python and its libraries still take after the model file was read: tables of the loop, text, NumPy arrays."""
+
+
+def open_file(path: Path, options: Options) -> ModelFile:
+    """The model file, requantised when the options say so."""
+    file = open_model(path)
+    try:
+        return file if options.requant is None else requantise(file, options.requant)
+    except BaseException:
+        file.close()
+        raise
+
+
+def context_of(model: Model, asked: int | None) -> int:
+    if asked is None:
+        return min(model.spec.context, DEFAULT_CONTEXT)
+    if not 1 < asked <= model.spec.context:
+        raise BadRequest(f"A context of {asked} is asked for; this model takes 2 to {model.spec.context} tokens (-c).")
+    return asked
+
+
+def load_weights(
+    device: Device, model: Model, streamed: list[int], options: Options, own: Sequence[int] | None = None
+) -> Weights:
+    """Layers (all, or a stage's ``own``) in memory, or the ``streamed`` of them read for each use from a file packed
+    now or earlier."""
+    own = range(len(model.layers)) if own is None else own
+    if not streamed:
+        return Resident(device, model, own)
+    folder = options.packs or resolve().cache / "packs"
+    blocks = [i for i in own if model.layers[i].kv is not None]
+    packed = pack(device, model, blocks, folder, options.tell)
+    return Streamed(device, model, own, streamed, packed)
+
+
+def make_cache(
+    device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None
+) -> HostKV | DiskKV:
+    """The KV cache of all layers, or of a stage's ``own``: in memory, or on disk where ``options`` say so."""
+    shapes = stage_shapes(model, options, own)
+    frames = kv_frames(model, shapes, pages, options)
+    if options.kv_disk is None or frames is None:
+        return HostKV(device, shapes, pages)
+    return DiskKV(device, shapes, pages, frames, options.kv_disk)
+
+
+def stage_shapes(model: Model, options: Options, own: Sequence[int] | None) -> dict[int, KVShape]:
+    shapes = kv_shapes(model.layers, options.kv_bits)
+    return {i: shape for i, shape in shapes.items() if own is None or i in own}
+
+
+def kv_frames(model: Model, shapes: Mapping[int, KVShape], pages: int, options: Options) -> int | None:
+    """Extents of the cache that are in memory; None: all. OverBudget when steps could need more than are given."""
+    if options.kv_disk is None:
+        if options.kv_frames is not None:
+            raise BadRequest("Frames are for a KV cache on disk; say where (--kv-disk), or leave --kv-frames out.")
+        return None
+    together = min(options.rows, options.sequences)
+    need = len(shapes), pages, together * pages_for(context_of(model, options.context)), options.sequences
+    least, frames = least_frames(*need), options.kv_frames or usual_frames(*need)
+    if frames < least:
+        raise OverBudget(
+            f"{frames} frames of cache in memory are too few: a run of {together} sequences needs {least} "
+            "(--kv-frames); or use fewer rows a run, fewer sequences or a shorter context."
+        )
+    return None if frames >= len(shapes) * pages else frames
+
+
+def cache_nbytes(device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None) -> int:
+    """Memory of the KV cache; what is on disk must have room there (Unavailable)."""
+    shapes = stage_shapes(model, options, own)
+    frames = kv_frames(model, shapes, pages, options)
+    if options.kv_disk is None or frames is None:
+        return sum(device.page_nbytes(shape) for shape in shapes.values()) * pages
+    if not options.kv_disk.is_dir():
+        raise BadFile(f"{options.kv_disk}: there is no such folder for the KV cache; make it first.")
+    extents, free = len(shapes) * pages, free_bytes(options.kv_disk)
+    if extents * stride(device, shapes) > free:
+        raise Unavailable(
+            f"{options.kv_disk}: the KV cache takes {human(extents * stride(device, shapes))} and there are "
+            f"{human(free)}; use another folder (--kv-disk), fewer sequences or a shorter context."
+        )
+    return frames * stride(device, shapes) + extents * BOOKS
+
+
+def pass_bytes(device: Device, model: Model) -> int:
+    """Bytes of weights one decode pass reads: everything but the embedding table, of which it reads a row."""
+    table = model.layers[-1].tensors["output"]
+    total = sum(layer_nbytes(device, layer) for layer in model.layers[1:])
+    return total + (device.packed_nbytes(table.fmt, table.n, table.k) if table.shares else 0)
+
+
+def held_nbytes(device: Device, model: Model, own: Sequence[int]) -> dict[int, int]:
+    """Bytes of each of these layers in memory; a shared tensor counts where its owner isn't among them."""
+    keys = {model.layers[i].key for i in own}
+    sizes = {}
+    for i in own:
+        layer = model.layers[i]
+        apart = [p for p in layer.tensors.values() if p.shares is not None and p.shares[0] not in keys]
+        sizes[i] = layer_nbytes(device, layer) + sum(device.packed_nbytes(p.fmt, p.n, p.k) for p in apart)
+    return sizes
+
+
+def place(
+    budget: Budget, device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None
+) -> list[int]:
+    """Which layers must stream for everything to fit the budget, spread evenly; counts it all before a byte is loaded.
+
+    own: a stage's layers (None: all). Each stage has a budget of its own.
+
+    OverBudget, with the numbers, when not even the smallest placement fits.
+    """
+    bits = f"{options.kv_bits[0]}/{options.kv_bits[1]}"
+    own = range(len(model.layers)) if own is None else own
+    layers = [model.layers[i] for i in own]
+    per_page = page_nbytes(device, layers, options.kv_bits)
+    budget.take("program", resident_now() + MARGIN, "give a larger --ram")
+    budget.take(
+        "working buffers", scratch_nbytes(device, model, options.rows, layers), "fewer rows a run would take less"
+    )
+    remedy = f"a token of context takes {human(per_page / PAGE)} at {bits} KV bits (-c, --kv-bits, --kv-disk)"
+    budget.take("KV cache", cache_nbytes(device, model, pages, options, own), remedy)
+    sizes = held_nbytes(device, model, own)
+    total = sum(sizes.values())
+    if budget.left is None or total <= budget.left:
+        budget.take("weights", total)
+        return []
+    blocks = [i for i in own if model.layers[i].kv is not None]
+    for count in range(2, len(blocks) + 1):
+        streamed = [blocks[i] for i in evenly(count, len(blocks))]
+        buffers = min(BUFFERS, count) * max(extent_nbytes(device, model.layers[i]) for i in streamed)
+        stay = total - sum(sizes[i] for i in streamed)
+        if stay + buffers <= budget.left:
+            budget.take("resident weights", stay)
+            budget.take("streaming buffers", buffers)
+            return streamed
+    need = budget.used + total - sum(sizes[i] for i in blocks) + BUFFERS * max((sizes[i] for i in blocks), default=0)
+    ledger = ", ".join(f"{name} {human(size)}" for name, size in budget.items.items())
+    raise OverBudget(
+        f"Even with every block streamed from disk this needs {human(need)} and the budget is "
+        f"{human(options.ram or 0)} ({ledger}, and {BUFFERS} layers of weights at a time); a shorter context (-c), "
+        "fewer KV bits (--kv-bits 8/4) or a larger --ram would fit."
+    )
+
+
+def affordable_caches(device: Device, model: Model, context: int, options: Options) -> int:
+    """How many sequences' caches to have room for: from half of what the weights leave, or a third if they stream."""
+    limit = options.ram if options.ram is not None else system.memory().usable
+    if options.kv_disk is not None:
+        return on_disk_caches(device, model, context, options)
+    if limit is None:
+        return 1
+    spare = limit - sum(layer_nbytes(device, layer) for layer in model.layers)
+    share = max(spare // 2, limit // 3)
+    return max(
+        1, min(options.sequences, share // (pages_for(context) * page_nbytes(device, model.layers, options.kv_bits)))
+    )
+
+
+def on_disk_caches(device: Device, model: Model, context: int, options: Options) -> int:
+    """How many sequences' caches half of the free disk holds."""
+    shapes = kv_shapes(model.layers, options.kv_bits)
+    each = len(shapes) * pages_for(context) * stride(device, shapes)
+    return max(1, min(options.sequences, free_bytes(options.kv_disk or Path()) // 2 // max(1, each)))
+
+
+def extent_nbytes(device: Device, layer: Layer) -> int:
+    """Bytes of a layer in a packed file, in memory while it is streamed."""
+    return round_up(layer_nbytes(device, layer))
+
+
+def scratch_nbytes(device: Device, model: Model, rows: int, layers: Sequence[Layer] | None = None) -> int:
+    """Working memory of the device for runs of so many rows through these layers (or all), residual stream included."""
+    width, layers = model.spec.width, model.layers if layers is None else layers
+    shapes = [{n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()} for layer in layers]
+    most = max(device.scratch_nbytes(layer.ops, width, rows, s) for layer, s in zip(layers, shapes, strict=True))
+    return most + 4 * width * rows
+
+
+def resident_now() -> int:
+    """Resident bytes of this process, 0 where the system doesn't say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
