@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from gguf_writer import Chunks, TensorSource, write_gguf
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.quant import dequantise, quantise
 from headrace.formats.tensor import row_nbytes
-from headrace.formats.writer import Chunks, TensorSource, write_gguf
 
 GROUP = 256
 """Neurons are added in multiples of this: the widest block of any format."""

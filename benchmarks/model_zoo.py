@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from gguf_writer import Chunks, TensorSource, write_gguf
 from headrace.config import resolve
 from headrace.formats.index import open_model
-from headrace.formats.writer import Chunks, TensorSource, write_gguf
 from headrace.store.known import KNOWN, fetch
 from inflate import inflate
 

@@ -2,9 +2,9 @@
 
     python benchmarks/perplexity.py [--model smollm2-q4_1] [--bytes 20000] [--kv 16/16 8/8 8/4 4/4] [--text FILE]
 
-llama.cpp is made to write the text by a grammar that allows nothing else; it tells the log-probability of each token
-it had to choose, before the grammar. The very ids it chose are then scored here. The f32 side is the reference
-device (NumPy) on the dequantised weights, K and V in f16 as everywhere.
+llama.cpp is asked for one token after each beginning, with a bias that leaves it no choice; it tells the log-probability
+from before the bias, and its cache has the beginning. The f32 side is transformers (PyTorch) with the file's weights
+dequantised and everything in f32; it knows the two models that packages bring.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import numpy as np
 from headrace.formats.index import open_model
 from headrace.kernels.device import Device
 from headrace.kernels.dispatch import make_device
-from headrace.memory.kv import HostKV, kv_shapes, parse_bits
+from headrace.memory.kv import PRESETS, HostKV, kv_shapes
 from headrace.memory.slots import pages_for
 from headrace.memory.weights import Resident
 from headrace.model.layers import Model, load_model
 from headrace.run.score import ScoringComputer, log_probabilities, perplexity
+from headrace.text.tokenizer import Tokenizer
 from model_zoo import ZOO, model_path
 
-PIECE = 1400
-"""Characters scored at a time."""
+PIECE = 500
+"""Tokens scored at a time."""
 
 
 def text_of(path: Path | None, nbytes: int) -> str:
@@ -45,32 +46,51 @@ def text_of(path: Path | None, nbytes: int) -> str:
     return plain[:nbytes]
 
 
-def by_llamacpp(path: Path, pieces: list[str]) -> list[tuple[list[int], list[float]]]:
-    """For each piece the ids (the first is given, not scored) and llama.cpp's log-probability of all but the first."""
+def pieces_of(path: Path, text: str) -> list[list[int]]:
+    """The text's token ids, so many at a time, each piece with the token before it to begin with."""
+    ids = Tokenizer.from_metadata(open_model(path).metadata).encode(text)
+    return [ids[at : at + PIECE + 1] for at in range(0, len(ids) - 1, PIECE)]
+
+
+def by_llamacpp(path: Path, pieces: list[list[int]], threads: int) -> np.ndarray:
+    """llama.cpp's log-probability of each token but the pieces' first."""
     import xllamacpp
 
     p = xllamacpp.CommonParams()
     p.model.path = str(path)
     p.n_ctx = 2048
     p.n_parallel = 1
-    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(p)
     found = []
-    for piece in pieces:
-        words = piece.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        said = server.handle_completions(
-            {"prompt": [START], "n_predict": 1500, "temperature": 0, "logprobs": 1, "cache_prompt": False,
-             "grammar": f'root ::= "{words}"'}
-        )  # fmt: skip
-        content = said["choices"][0]["logprobs"]["content"]
-        ends = [i for i, c in enumerate(content) if not c["token"] and i]
-        content = content[: ends[0]] if ends else content
-        found.append(([START, *(c["id"] for c in content)], [c["logprob"] for c in content]))
-    return found
+    for ids in pieces:
+        for at in range(1, len(ids)):
+            said = server.handle_completions(
+                {"prompt": ids[:at], "n_predict": 1, "temperature": 0, "logprobs": 1, "cache_prompt": True,
+                 "logit_bias": [[ids[at], 1000.0]]}
+            )  # fmt: skip
+            (token,) = said["choices"][0]["logprobs"]["content"]
+            assert token["id"] == ids[at], "llama.cpp did not write the token it was made to"
+            found.append(token["logprob"])
+    return np.array(found)
 
 
-START = 198
-"""A line break (in SmolLM2's vocabulary) to begin with."""
+def by_f32(path: Path, pieces: list[list[int]]) -> np.ndarray:
+    """The same by transformers in f32."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from test_model_real import gemma3_oracle, smollm2_oracle
+
+    with open_model(path) as file:
+        gemma = file.metadata["general.architecture"] == "gemma3"
+        oracle = (gemma3_oracle if gemma else smollm2_oracle)(file).eval()
+    found = []
+    with torch.no_grad():
+        for ids in pieces:
+            odds = torch.log_softmax(oracle(torch.tensor([ids])).logits[0].double(), -1)
+            found.append(odds[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy())
+    return np.concatenate(found)
 
 
 def by_us(device: Device, model: Model, texts: list[list[int]], bits: tuple[int, int]) -> np.ndarray:
@@ -90,28 +110,23 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=20000)
     parser.add_argument("--kv", nargs="*", default=["8/8", "8/4", "4/4"])
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--no-f32", action="store_true", help="leave the slow f32 side out")
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     path = model_path(args.model)
     text = text_of(args.text, args.bytes)
-    pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
-    theirs = by_llamacpp(path, pieces)
-    texts = [ids for ids, _ in theirs]
+    texts = pieces_of(path, text)
     model = load_model(open_model(path))
-    device = make_device("cpu", threads=2)
+    device = make_device("cpu", threads=args.threads)
     result: dict[str, Any] = {"benchmark": "perplexity", "model": args.model, "bytes": len(text)}
     result["tokens"] = sum(len(ids) - 1 for ids in texts)
-    result["llama.cpp"] = perplexity(np.array([v for _, values in theirs for v in values]))
     result["integer path"] = perplexity(by_us(device, model, texts, (16, 16)))
-    if not args.no_f32:
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-        from reference_device import ReferenceDevice
-
-        result["f32"] = perplexity(by_us(ReferenceDevice(), model, texts, (16, 16)))
-        result["integer over f32"] = result["integer path"] / result["f32"] - 1
+    result["f32"] = perplexity(by_f32(path, texts))
+    result["integer over f32"] = result["integer path"] / result["f32"] - 1
+    result["llama.cpp"] = perplexity(by_llamacpp(path, texts, args.threads))
     result["integer over llama.cpp"] = result["integer path"] / result["llama.cpp"] - 1
+    result["llama.cpp over f32"] = result["llama.cpp"] / result["f32"] - 1
     for bits in args.kv:
-        value = perplexity(by_us(device, model, texts, parse_bits(bits)))
+        value = perplexity(by_us(device, model, texts, PRESETS[bits]))
         result[f"KV {bits}"] = value
         result[f"KV {bits} over 16/16"] = value / result["integer path"] - 1
     json.dump(result, sys.stdout, indent=1)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from gguf_writer import write_gguf
 from headrace.engine import Engine
 from headrace.formats.index import open_model
-from headrace.formats.writer import write_gguf
 from headrace.jobs.batch import Batch
 from headrace.text.bpe import byte_alphabet
 from helpers_tiny import VOCAB, tiny_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gguf_writer import write_gguf
 from headrace.formats.quant import quantise
-from headrace.formats.writer import write_gguf
 
 WIDTH, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 128, 4, 2, 32, 256, 288
 

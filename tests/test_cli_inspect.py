@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gguf_writer import write_gguf
 from headrace.cli import check, inspect
 from headrace.cli.main import main
 from headrace.config import Config
 from headrace.formats.index import open_model
-from headrace.formats.writer import write_gguf
 from helpers_text import smollm2
 from helpers_tiny import tiny_model
 

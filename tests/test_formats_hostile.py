@@ -20,11 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gguf_writer import write_gguf
 from headrace.errors import HeadraceError
 from headrace.formats.cursor import Strings
 from headrace.formats.index import open_model, require_known
 from headrace.formats.pack import MAGIC, PackFile, PackWriter, plan_pack
-from headrace.formats.writer import write_gguf
 
 SPARE = 1 << 20
 NUMBERS = [0, 1, 2, 7, 8, 31, 32, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48, 2**61, 2**63 - 1, 2**63,

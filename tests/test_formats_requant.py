@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gguf_writer import write_gguf
 from headrace import setup
 from headrace.engine import load
 from headrace.errors import BadFile, BadRequest
@@ -15,7 +16,6 @@ from headrace.formats import requant
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.quant import dequantise, quantise
 from headrace.formats.requant import FORMATS, requantise
-from headrace.formats.writer import write_gguf
 from headrace.run.types import Sampling
 from helpers_chat import chat_model
 

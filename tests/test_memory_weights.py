@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gguf_writer import write_gguf
 from headrace.formats.index import open_model
 from headrace.formats.tensor import KNOWN, row_nbytes
-from headrace.formats.writer import write_gguf
 from headrace.kernels.device import Device
 from headrace.kernels.dispatch import make_device
 from headrace.memory import weights

@@ -8,7 +8,7 @@ from headrace.run.head import Head
 from headrace.run.live import Flight, Live
 from headrace.run.stage import Run, Stage
 from headrace.run.types import StageEffect
-from headrace.simulate.check import Made, run_seed
+from simulate_seeds import Made, run_seed
 
 QUICK = 2000
 

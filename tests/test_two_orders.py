@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ import pytest
 
 from headrace.cluster.loopback import Loopback
 from headrace.formats.index import open_model
+from headrace.kernels.device import Device, Weight
 from headrace.kernels.dispatch import make_device
+from headrace.memory.buffers import allocate
 from headrace.memory.kv import HostKV, kv_shapes
-from headrace.memory.weights import FetchEachTime, Resident, Weights
+from headrace.memory.weights import Resident, Weights, pack_tensor
 from headrace.model.layers import Model, load_model
 from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
@@ -182,6 +185,36 @@ def plain(model: Model) -> tuple[dict[int, list[int]], dict[tuple[int, int], byt
         logits.update(c)
     assert len(logits) == 4 * 12
     return tokens, logits
+
+
+class FetchEachTime:
+    """Layers read from the model file before each use and dropped after it: the smallest memory, no prefetch."""
+
+    lasting = False
+
+    def __init__(self, device: Device, model: Model) -> None:
+        self._device, self._model = device, model
+        self.fetched = 0
+
+    @contextmanager
+    def hold(self, layer: int) -> Iterator[Mapping[str, Weight]]:
+        plans = self._model.layers[layer].tensors
+        held: dict[str, Weight] = {}
+        for name, plan in plans.items():
+            buffer = allocate(self._device.packed_nbytes(plan.fmt, plan.n, plan.k))
+            pack_tensor(self._device, self._model, plan, buffer)
+            self.fetched += buffer.nbytes
+            held[name] = self._device.weight(plan.fmt, plan.n, plan.k, buffer)
+        try:
+            yield held
+        finally:
+            held.clear()
+
+    def stays(self, layer: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
 
 
 def test_a_block_over_fetched_and_dropped_layers(model: Model, plain) -> None:  # type: ignore[no-untyped-def]

@@ -62,13 +62,6 @@ class Strings(Sequence[str]):
     def __repr__(self) -> str:
         return f"<{len(self)} strings: {', '.join(map(show, self[:3]))}{', ...' if len(self) > 3 else ''}>"
 
-    def raw(self) -> Iterator[bytes]:
-        """Each string's bytes, in order."""
-        start = 0
-        for end in self._ends.tolist():
-            yield bytes(self._blob[start:end])
-            start = end
-
 
 class Cursor:
     """A file read forwards in bounded chunks; a length is compared with what is left before it is believed."""

@@ -20,7 +20,6 @@ OBJECTS = {
     "generation_config": ("generation_config.json", MAX_CONFIG),
     "tokenizer_config": ("tokenizer_config.json", MAX_TOKENIZER),
     "special_tokens_map": ("special_tokens_map.json", MAX_CONFIG),
-    "preprocessor_config": ("preprocessor_config.json", MAX_CONFIG),
 }
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
          "chat_template.json")  # fmt: skip

@@ -39,13 +39,9 @@ class GgufFile:
     """
 
     path: Path
-    size: int
-    version: int
     metadata: dict[str, object]
     types: dict[str, str]
     tensors: list[TensorInfo]
-    alignment: int
-    data_offset: int
 
 
 class _Reader(Cursor):
@@ -96,7 +92,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _parse(c: _Reader) -> GgufFile:
-    version = _version(c)
+    _check_version(c)
     n_tensors, n_pairs = c.number("<Q", "the tensor count"), c.number("<Q", "the metadata count")
     c.claim(n_pairs, 8 + 1 + 4 + 1, PAIR_COST, "metadata entries")
     c.claim(n_tensors, 8 + 1 + 4 + 4 + 8, TENSOR_COST, "tensors")
@@ -116,17 +112,17 @@ def _parse(c: _Reader) -> GgufFile:
         twice = next(a for a, b in pairwise(names) if a == b)
         c.bad(f"tensor {show(twice)} is there twice")
     check_extents(c.path, tensors)
-    return GgufFile(c.path, c.size, version, metadata, types, tensors, alignment, start)
+    return GgufFile(c.path, metadata, types, tensors)
 
 
-def _version(c: _Reader) -> int:
+def _check_version(c: _Reader) -> None:
     c.fill(min(c.size, 4), "the magic")
     if c.buf[:4] != b"GGUF":
         raise BadFile(f"{c.path}: {_what_instead(c.buf[:512])}")
     c.pos = 4
     version = c.number("<I", "the version")
     if version in (2, 3):
-        return version
+        return
     if version and version & 0xFFFF == 0:
         raise Unsupported(
             f"{c.path}: is a big-endian GGUF file, which Headrace doesn't read; "

@@ -27,8 +27,6 @@ KNOWN = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "
 BLOCKS: dict[str, tuple[int, int]] = {name: (width, size) for name, width, size in GGML_TYPES.values()}
 """Storage type -> (weights a block, bytes a block)."""
 
-GGML_IDS: dict[str, int] = {name: number for number, (name, _, _) in GGML_TYPES.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 
 from headrace.errors import OverBudget
 
-BASE = 64 << 20
-"""What the interpreter, its libraries and the tokenizer take; measured, see docs/log.md."""
-
 
 def human(nbytes: float) -> str:
     """1536 -> "1.5 KiB"."""

@@ -8,20 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import BadRequest
 from headrace.kernels.device import Bytes, Device, KVShape, Rows
 from headrace.memory.buffers import address, allocate
 from headrace.model.layers import Layer
 
 PRESETS: Mapping[str, tuple[int, int]] = {"16/16": (16, 16), "8/8": (8, 8), "8/4": (8, 4), "4/4": (4, 4)}
-
-
-def parse_bits(text: str) -> tuple[int, int]:
-    """ "8/4" -> (8, 4), "16" -> (16, 16)."""
-    bits = PRESETS.get(text) or PRESETS.get(f"{text}/{text}")
-    if bits is None:
-        raise BadRequest(f"KV bits {text!r} are not known; choose one of {', '.join(PRESETS)} (K/V).")
-    return bits
 
 
 def kv_shapes(layers: Sequence[Layer], bits: tuple[int, int]) -> dict[int, KVShape]:

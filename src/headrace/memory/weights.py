@@ -6,8 +6,8 @@ fetched before and dropped after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -109,33 +109,3 @@ class Resident:
 
     def close(self) -> None:
         self._held, self.buffers = {}, []
-
-
-class FetchEachTime:
-    """Layers read from the model file before each use and dropped after it: the smallest memory, no prefetch."""
-
-    lasting = False
-
-    def __init__(self, device: Device, model: Model) -> None:
-        self._device, self._model = device, model
-        self.fetched = 0
-
-    @contextmanager
-    def hold(self, layer: int) -> Iterator[Mapping[str, Weight]]:
-        plans = self._model.layers[layer].tensors
-        held: dict[str, Weight] = {}
-        for name, plan in plans.items():
-            buffer = allocate(self._device.packed_nbytes(plan.fmt, plan.n, plan.k))
-            pack_tensor(self._device, self._model, plan, buffer)
-            self.fetched += buffer.nbytes
-            held[name] = self._device.weight(plan.fmt, plan.n, plan.k, buffer)
-        try:
-            yield held
-        finally:
-            held.clear()
-
-    def stays(self, layer: int) -> bool:
-        return False
-
-    def close(self) -> None:
-        return None

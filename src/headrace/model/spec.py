@@ -1,4 +1,4 @@
-"""A Spec: every number of an architecture, and its own accounting of parameters, bytes and FLOPs.
+"""A Spec: every number of an architecture, and its own accounting of parameters and bytes.
 
 A Spec is plain frozen data made from metadata (``families.py``). Metadata is hostile input, so each number is
 checked here, once, whoever made it. Sizes are elements unless a name says bytes.
@@ -221,20 +221,6 @@ class Spec:
         if block is None:
             return 0
         return block.kv_heads * (kv_head_bytes(block.head_dim, k_bits) + kv_head_bytes(block.head_dim, v_bits))
-
-    def row_flops(self, key: str, length: int) -> int:
-        """FLOPs (a multiply-add is two) of one row that sees ``length`` positions, its own included.
-
-        In ``output`` for a row whose logits are wanted; looking a row up in ``embed`` costs nothing.
-        """
-        tables = ("token_embd", "position_embd")
-        shapes = self.shapes(key).items()
-        total = sum(2 * n * k for name, (n, k) in shapes if name not in tables and not is_vector(name))
-        block = self.block(key)
-        if block is not None:
-            seen = min(length, block.window) if block.window else length
-            total += 4 * block.q_width * seen
-        return total
 
 
 def is_vector(name: str) -> bool:

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from headrace.formats.cursor import Strings
 from headrace.formats.files import atomic
 from headrace.formats.gguf import ARRAY, BOOL, SCALARS, STRING
-from headrace.formats.tensor import GGML_IDS, tensor_nbytes
+from headrace.formats.tensor import GGML_TYPES, tensor_nbytes
 
 Chunks: TypeAlias = Iterable[bytes | NDArray[np.uint8]]
 TensorSource: TypeAlias = tuple[str, tuple[int, ...], Chunks]
 """(format, shape outermost first, the file bytes in pieces)"""
 
 _NUMBERS = {name: (kind, dtype) for kind, (name, dtype) in SCALARS.items()}
+_IDS = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 _BY_DTYPE = {np.dtype(dtype): kind for kind, (name, dtype) in SCALARS.items() if kind != BOOL} | {
     np.dtype(np.bool_): BOOL
 }
@@ -50,7 +51,7 @@ def write_gguf(
         offset = 0
         for name, (fmt, shape, _) in tensors.items():
             dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-            f.write(_text(name) + dims + struct.pack("<IQ", GGML_IDS[fmt], offset))
+            f.write(_text(name) + dims + struct.pack("<IQ", _IDS[fmt], offset))
             offset += _padded(tensor_nbytes(fmt, shape), alignment)
         _pad(f, alignment)
         for name, (fmt, shape, chunks) in tensors.items():
@@ -102,7 +103,7 @@ def _value(value: object, kind: str | None) -> tuple[int, bytes]:
 
 def _sequence(values: Sequence[object]) -> bytes:
     if isinstance(values, Strings):
-        return struct.pack("<IQ", STRING, len(values)) + b"".join(struct.pack("<Q", len(r)) + r for r in values.raw())
+        return struct.pack("<IQ", STRING, len(values)) + b"".join(map(_text, values))
     items = [_value(v, None) for v in values]
     if any(isinstance(v, bool | int | float) for v in values):
         # One type for all of them: the widest.
