@@ -24,7 +24,7 @@ from gguf_writer import write_gguf
 from headrace.errors import HeadraceError
 from headrace.formats.cursor import Strings
 from headrace.formats.index import open_model, require_known
-from headrace.formats.pack import MAGIC, PackFile, PackWriter, plan_pack
+from headrace.formats.pack import MAGIC, PackWriter, plan_pack
 
 SPARE = 1 << 20
 NUMBERS = [0, 1, 2, 7, 8, 31, 32, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48, 2**61, 2**63 - 1, 2**63,
@@ -194,14 +194,18 @@ def hostile_json(folder: Path, count: int, seed: int) -> None:
 
 
 def hostile_pack(folder: Path, count: int, seed: int) -> None:
+    """A packed file is ours: one that isn't to the byte what its plan says is passed over, and never believed."""
     rng, seen = random.Random(seed), {"opened": 0, "refused": 0}
     layers = {"embed": [("e", "Q8_0", 4, 32, 136)], "block.0": [("q", "F32", 2, 2, 16), ("k", "F32", 2, 2, 16)]}
-    file = PackWriter(folder, plan_pack("s", "cpu", 1, layers)).write(lambda layer, t, out: out.fill(7))
-    whole = file.path.read_bytes()
-    header = json.loads(file.plan.header(file.sums))
-    path = folder / "x.pack"
-    for _ in range(count):
-        if rng.random() < 0.3:
+    writer = PackWriter(folder, plan_pack("s", "cpu", 1, layers))
+    whole = writer.write(lambda layer, t, out: out.fill(7)).path.read_bytes()
+    length = struct.unpack_from("<I", whole, 8)[0]
+    header = json.loads(whole[32 : 32 + length])
+    for i in range(count):
+        if i % 10 == 0:  # damage to the weights is found when they are packed, not each time they are opened
+            at = rng.randrange(4096, len(whole))
+            raw = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        elif rng.random() < 0.3:
             raw = damage(rng, whole[:300]) + whole[300:]
         else:  # sealed again, so that the checksum doesn't keep the rest of the checks from their work
             body = json.dumps(header).encode()
@@ -209,20 +213,11 @@ def hostile_pack(folder: Path, count: int, seed: int) -> None:
             seal = hashlib.blake2b(body, digest_size=16).digest()
             raw = struct.pack("<8sII", MAGIC, len(body), 0) + seal + body
             raw += bytes(max(0, 4096 - len(raw))) + whole[4096:]
-        path.write_bytes(raw)
-        try:
-            with bounded(len(raw), path):
-                opened = PackFile(path)
-                for key in opened.plan.layers:
-                    e = opened.extent(key)
-                    assert e.offset + e.nbytes <= len(raw)
-                    assert all(t.offset + t.nbytes <= e.nbytes for t in e.tensors)
-            seen["opened"] += 1
-            with contextlib.suppress(HeadraceError):
-                opened.verify()
-        except HeadraceError as err:
-            one_line(err)
-            seen["refused"] += 1
+        writer.path.write_bytes(raw)
+        with bounded(len(raw), writer.path):
+            opened = writer.finished()
+        assert opened is None or opened.layers == writer.plan.layers
+        seen["refused" if opened is None else "opened"] += 1
     both_happened(seen)
 
 

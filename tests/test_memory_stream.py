@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace import placement
-from headrace.errors import OverBudget
+from headrace import placement, setup
+from headrace.engine import load
+from headrace.errors import BadFile, OverBudget
+from headrace.formats import files
 from headrace.formats.index import open_model
 from headrace.kernels.dispatch import make_device
 from headrace.memory.budget import Budget
@@ -20,6 +23,7 @@ from headrace.memory.weights import Resident
 from headrace.model.layers import Model, load_model
 from headrace.options import Options
 from headrace.placement import place
+from helpers_chat import SMALL, chat_model
 from helpers_tiny import tiny_model
 
 
@@ -52,7 +56,7 @@ def test_streamed_layers_hold_the_same_bytes_in_any_order_of_use(model: Model, b
     weights = Streamed(device, model, every, streamed, packed, buffers)
     for layer in (*every, *every, 4, 2, 8, 8, 1, *every):
         assert names_and_bytes(weights, layer, model) == truth[layer]
-    extents = [packed.extent(model.layers[i].key).nbytes for i in streamed]
+    extents = [packed.layers[model.layers[i].key].nbytes for i in streamed]
     assert weights.read_bytes >= 3 * sum(extents)
     assert weights.nbytes < resident.nbytes
     weights.close()
@@ -69,9 +73,53 @@ def test_the_reads_ahead_are_bounded_and_counted(model: Model, tmp_path: Path) -
             with weights.hold(i):
                 pass
     weights.close()
-    one = sum(packed.extent(model.layers[i].key).nbytes for i in blocks)
-    most_ahead = 2 * max(packed.extent(model.layers[i].key).nbytes for i in blocks)
+    one = sum(packed.layers[model.layers[i].key].nbytes for i in blocks)
+    most_ahead = 2 * max(packed.layers[model.layers[i].key].nbytes for i in blocks)
     assert passes * one <= weights.read_bytes <= passes * one + most_ahead
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), OSError(errno.EACCES, "Permission denied")]
+)
+def test_a_failing_disk_is_one_error_and_costs_no_buffer(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """Whatever layer's read fails, the error names the file, and the layer can be asked for again."""
+    device = make_device("cpu", threads=1)
+    blocks = [i for i, layer in enumerate(model.layers) if layer.kv is not None]
+    packed = pack(device, model, blocks, tmp_path)
+    weights = Streamed(device, model, blocks, blocks, packed, 2)
+    truth = {i: names_and_bytes(weights, i, model) for i in blocks}
+    read, broken = files._pread, set[int]()
+
+    def failing(fd: int, out: memoryview, offset: int) -> int:
+        if offset in broken:
+            raise error
+        return read(fd, out, offset)
+
+    monkeypatch.setattr(files, "_pread", failing)
+    for i in (*blocks, *blocks):
+        broken.add(packed.layers[model.layers[i].key].offset)
+        names_and_bytes(weights, blocks[blocks.index(i) - 1], model)  # what was read ahead before is dropped
+        for _ in range(5):  # more often than there are buffers
+            with pytest.raises(BadFile) as e, weights.hold(i):
+                pytest.fail("the layer can't be there")
+            assert str(packed.path) in str(e.value) and "\n" not in str(e.value)
+        broken.clear()
+        assert names_and_bytes(weights, i, model) == truth[i]
+    weights.close()
+
+
+def test_a_run_over_a_failing_disk_ends_in_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(fd: int, out: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(setup, "place", lambda *args: [1, 2, 3, 4])
+    with load(chat_model(tmp_path / "tiny.gguf", blocks=4), packs=tmp_path, **SMALL) as engine:
+        assert isinstance(engine.parts.weights, Streamed)
+        monkeypatch.setattr(files, "_pread", failing)
+        with pytest.raises(BadFile, match=r"\.pack: reading the file failed \(Input/output error\); check the disk"):
+            engine.generate(["abcabc"], max_tokens=40)
 
 
 @given(st.integers(0, 60), st.integers(1, 60))

@@ -13,12 +13,13 @@ from headrace.formats.files import free_bytes
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.requant import requantise
 from headrace.kernels.device import PAGE, Device, KVShape
+from headrace.memory.ahead import BUFFERS
 from headrace.memory.budget import Budget, human
 from headrace.memory.buffers import round_up
 from headrace.memory.kv import HostKV, kv_shapes, page_nbytes
 from headrace.memory.kv_disk import BOOKS, DiskKV, least_frames, stride, usual_frames
 from headrace.memory.slots import pages_for
-from headrace.memory.stream import BUFFERS, Streamed, evenly, pack
+from headrace.memory.stream import Streamed, evenly, pack
 from headrace.memory.weights import Resident, Weights, layer_nbytes
 from headrace.model.layers import Layer, Model
 from headrace.options import DEFAULT_CONTEXT, Options

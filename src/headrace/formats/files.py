@@ -11,6 +11,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -84,20 +85,14 @@ class DirectFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         fd, _ = open_regular(path)
-        try:
-            direct = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-            os.close(fd)
-            fd = direct
-            self.direct = hasattr(os, "O_DIRECT")
-        except OSError:  # EINVAL: the file system (tmpfs, some network ones) has no direct reads
-            self.direct = False
-        self._fd = fd
+        self._fd, self.direct = _directly(path, os.O_RDONLY, fd)
 
     def read_into(self, out: memoryview, offset: int) -> None:
         """Fill ``out``; BadFile when the file ends first or the disk fails."""
         read_exact(self._fd, out, offset, self.path)
         if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # it is only a hint
+                os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -115,14 +110,7 @@ class ScratchFile:
         path = folder / f".headrace-{os.getpid()}-{secrets.token_hex(4)}.tmp"
         flags = os.O_RDWR | _BINARY | getattr(os, "O_TEMPORARY", 0)
         try:
-            self._fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                direct = os.open(path, flags | getattr(os, "O_DIRECT", 0))
-                os.close(self._fd)
-                self._fd = direct
-                self.direct = hasattr(os, "O_DIRECT")
-            except OSError:  # EINVAL: the file system has no direct reads
-                self.direct = False
+            self._fd, self.direct = _directly(path, flags, os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600))
             if sys.platform != "win32":  # there it goes when it is closed
                 path.unlink()
             reserve(self._fd, size)
@@ -154,6 +142,18 @@ class ScratchFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _directly(path: Path, flags: int, fd: int) -> tuple[int, bool]:
+    """A descriptor that goes past the page cache, instead of ``fd``, and True; ``fd`` where there is none."""
+    if not hasattr(os, "O_DIRECT"):
+        return fd, False
+    try:
+        direct = os.open(path, flags | os.O_DIRECT)
+    except OSError:  # EINVAL: the file system (tmpfs, some network ones) has no direct reads
+        return fd, False
+    os.close(fd)
+    return direct, True
 
 
 def _rest(parts: Sequence[memoryview], done: int) -> Iterator[tuple[memoryview, int]]:
@@ -243,12 +243,21 @@ def reserve(fd: int, size: int) -> None:
 
 
 def try_lock(fd: int) -> bool:
-    """Take the file's exclusive lock if it's free; it goes with the descriptor, also in a crash."""
+    """Take the file's exclusive lock if it's free; it goes with the descriptor, also in a crash.
+
+    OSError where the file system has no locks.
+    """
     try:
         if sys.platform == "win32":
             msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
         else:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def lock(fd: int) -> None:
+    """As ``try_lock``, but wait for it."""
+    while not try_lock(fd):
+        time.sleep(0.1)

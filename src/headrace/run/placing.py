@@ -11,12 +11,13 @@ from headrace.errors import Unsupported
 from headrace.kernels.device import PAGE, Device
 from headrace.kernels.ops import Attend
 from headrace.kernels.split import split
+from headrace.memory.ahead import BUFFERS, whole_nbytes
 from headrace.memory.budget import Budget
 from headrace.memory.buffers import round_up
-from headrace.memory.device_weights import DeviceKV, Tiered, whole_nbytes
+from headrace.memory.device_weights import DeviceKV, Tiered
 from headrace.memory.kv import HostKV, kv_shapes
 from headrace.memory.link import PIECE, Link, Pace
-from headrace.memory.stream import BUFFERS, Streamed, pack
+from headrace.memory.stream import Streamed, pack
 from headrace.memory.weights import TENSOR_ALIGN, Resident, Weights
 from headrace.model.layers import Layer, Model
 from headrace.plan.plan import Place, spread

@@ -89,7 +89,9 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         fd = open_shared(folder / LOCK)
     try:
-        if not try_lock(fd):
+        with writing(folder):
+            free = try_lock(fd)
+        if not free:
             raise Unavailable(f"{folder}: another process is fetching this model; wait until it is done.")
         yield
     finally:
