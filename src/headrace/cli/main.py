@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk with a model, turn by turn",
     "batch": "compute every row of an OpenAI batch file, resumable",
     "bench": "measure prefill and decode at several lengths and row counts",
+    "simulate": "predict what a cluster would do with a model",
     "inspect": "tell what a model file is made of, without loading it",
     "check": "tell what this machine offers and what is missing",
     "pull": "fetch a model from a Hugging Face hub, resumable and checked",

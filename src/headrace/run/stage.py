@@ -8,8 +8,9 @@ The driver carries each ``Step`` (a layer of a run) and says so by giving it bac
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -35,6 +36,8 @@ from headrace.run.types import (
 )
 
 _NONE: I32 = np.empty(0, np.int32)
+
+Watch: TypeAlias = "Callable[[Stage, StageEvent, list[StageEffect], float], None]"
 
 
 @dataclass
@@ -95,24 +98,31 @@ class Stage:
     cancelled: dict[int, set[int]] = field(default_factory=dict)
     newest: int = -1
     """The run that arrived last; run numbers only rise."""
+    watch: Watch | None = None
+    """Sees every event with its effects, and changes nothing."""
     _at: int = 0
     _layer: int = 0
 
     def on_event(self, event: StageEvent, now: float) -> list[StageEffect]:
         """One thing happened; returns what must be carried out, in order. At most one Step is out at a time."""
         effects: list[StageEffect] = []
+        self._hear(event, effects)
+        if self.watch is not None:
+            self.watch(self, event, effects, now)
+        return effects
+
+    def _hear(self, event: StageEvent, effects: list[StageEffect]) -> None:
         if isinstance(event, Cancel):
             self._cancel(event)
-            return effects
+            return
         if isinstance(event, RunMessage):
             self._arrive(event)
             if self.block or not self.blocks:
-                return effects
+                return
             self._begin()
         else:
             self._stepped(event, effects)
         self._next(effects)
-        return effects
 
     # --- arriving ---------------------------------------------------------------------------------------
 

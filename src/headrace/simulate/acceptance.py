@@ -116,10 +116,11 @@ class DraftText:
             if not row.wanted:
                 continue
             at = row.position + 1
-            right = self.ranks.rank(at) if row.token == 2 * row.position else -1
+            place = at + (row.seq << 24)  # every sequence has luck of its own
+            right = self.ranks.rank(place) if row.token == 2 * row.position else -1
             top = tuple(
                 (truth(at) if rank == right else wrong(row.token, rank), log(max(p, 1e-9)))
-                for rank, p in enumerate(self.ranks.stated(at))
+                for rank, p in enumerate(self.ranks.stated(place))
             )
             chosen.append(Choice(i, top[0][0], top[0][1], top))
         run.choices = tuple(chosen)

@@ -1,20 +1,18 @@
-"""A cluster as data, and one request simulated on it with a strategy: what ``headrace simulate`` does."""
+"""A cluster as data, and requests simulated on it with a strategy: what ``headrace simulate`` does."""
 
 from __future__ import annotations
 
-import tomllib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
 
-from headrace.errors import BadFile
 from headrace.kernels.device import PAGE
 from headrace.run.head import Head
 from headrace.run.policy import GuessPolicy, NoGuesses
 from headrace.run.schedule import Order
 from headrace.run.stage import Computer, Stage
+from headrace.run.trace import Recorder
 from headrace.run.types import Request, Submit
 from headrace.simulate.acceptance import DraftText, Ranks, TargetText
 from headrace.simulate.driver import Simulation
@@ -50,8 +48,7 @@ class Cluster:
 
     layers: of the target on each of its nodes. layer_time: seconds of one at one row, on each node. curve: of
     both models. draft_layers, draft_time: the drafter's layers and seconds of a one-row step over all of them (few
-    layers are quicker to
-    simulate; they only matter for cancelling).
+    layers are quicker to simulate; they only matter for cancelling).
     """
 
     layers: tuple[int, ...]
@@ -135,11 +132,20 @@ def ours(floor: float = 0.01, rows: int = 64) -> Strategy:
 
 
 def run_simulation(
-    cluster: Cluster, ranks: Ranks, strategy: Strategy, tokens: int = 256, prompt: int = 16, spans: bool = False
+    cluster: Cluster,
+    ranks: Ranks,
+    strategy: Strategy,
+    tokens: int = 256,
+    prompt: int = 16,
+    spans: bool = False,
+    prompts: int = 1,
 ) -> Report:
-    """One request of ``prompt`` tokens, continued by ``tokens``, in virtual time."""
+    """``prompts`` requests at a time, each of ``prompt`` tokens, continued by ``tokens``, in virtual time.
+
+    spans: look at everything (``Report.seen``, and what follows from it).
+    """
     policy, growth, order = strategy.make(cluster)
-    head = Head(-(-(prompt + tokens + policy.most_guesses + 2 * PAGE) // PAGE), order, policy)
+    head = Head(prompts * -(-(prompt + tokens + policy.most_guesses + 2 * PAGE) // PAGE), order, policy)
     total, edge = cluster.total, 0
     stages: list[tuple[Stage, Computer | None]] = []
     for count in cluster.layers:
@@ -148,59 +154,23 @@ def run_simulation(
         edge += count
     drafter, draft_stages = None, []
     if growth is not None:
-        drafter = ModelDrafter((prompt + tokens) // PAGE + 100, growth)
+        drafter = ModelDrafter(prompts * ((prompt + tokens) // PAGE + 100), growth)
         layers = cluster.draft_layers
         draft_stages = [(Stage(0, layers, layers), DraftText(layers, ranks))]
     each = cluster.draft_time / cluster.draft_layers
     costs = [_table(cluster.curve, t) for t in cluster.layer_time]
     draft_costs = _table(cluster.curve, each)
+    seen = Recorder() if spans else None
+    unsteady = cluster.link.jitter or cluster.link.stall
     simulation = Simulation(
         head, stages, lambda stage, rows: costs[stage][rows], cluster.link, cluster.width,
-        drafter, draft_stages, lambda _, rows: draft_costs[rows], spans=spans,
+        drafter, draft_stages, lambda _, rows: draft_costs[rows], rnd=Random(0) if unsteady else None, seen=seen,
     )  # fmt: skip
-    simulation.submit(Submit(Request(0, tuple(2 * p for p in range(prompt)), tokens)))
+    for i in range(prompts):
+        simulation.submit(Submit(Request(i, tuple(2 * p for p in range(prompt)), tokens)))
     log = simulation.run()
-    return report(strategy.name, cluster.layers, simulation, log)
+    return report(strategy.name, simulation, log, seen)
 
 
 def _table(curve: Curve, each: float, most: int = 1024) -> list[float]:
     return [0.0, *(curve(rows) * each for rows in range(1, most + 1))]
-
-
-# --- files ----------------------------------------------------------------------------------------------
-
-
-def load_cluster(path: Path) -> Cluster:
-    """A cluster from a TOML file with the fields of ``Cluster``; ``curve`` "cpu", "gpu" or points, ``link`` a table.
-
-    ``layers`` and ``layer_time`` are lists; one ``layer_time`` serves all nodes. Raises BadFile.
-    """
-    try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadFile(f"{path}: not a readable TOML file: {error}.") from None
-    known = {f.name for f in fields(Cluster)}
-    if unknown := sorted(set(data) - known):
-        raise BadFile(f"{path}: unknown fields {unknown}; a cluster has {sorted(known)}.")
-    if missing := sorted({"layers", "layer_time"} - set(data)):
-        raise BadFile(f"{path}: fields {missing} are missing.")
-    try:
-        return _cluster(data)
-    except (TypeError, ValueError, KeyError) as error:
-        raise BadFile(f"{path}: {error}.") from None
-
-
-def _cluster(data: dict[str, Any]) -> Cluster:
-    made = dict(data)
-    made["layers"] = tuple(int(n) for n in data["layers"])
-    times = data["layer_time"]
-    made["layer_time"] = tuple(times) if isinstance(times, list) else (float(times),) * len(made["layers"])
-    if len(made["layer_time"]) != len(made["layers"]) or min(made["layers"]) < 1 or min(made["layer_time"]) <= 0:
-        raise ValueError("layers and layer_time need one positive entry for each node")
-    if "curve" in data:
-        curve: str | Sequence[Sequence[float]] = data["curve"]
-        named = {"cpu": CPU_CURVE, "gpu": GPU_CURVE}
-        made["curve"] = named[curve] if isinstance(curve, str) else Curve(tuple((int(r), float(c)) for r, c in curve))
-    if "link" in data:
-        made["link"] = LinkSpec(**data["link"])
-    return Cluster(**made)

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from headrace.errors import HeadraceError
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
+from headrace.run.trace import Recorder
 from headrace.run.types import (
     Cancel,
     Committed,
@@ -39,25 +40,12 @@ class Stuck(HeadraceError):
     """A simulated run that stopped before its requests were answered."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """A run on a stage. stage: index, drafter's stages after the target's. rows: at the start; left: at the end."""
-
-    stage: int
-    run: int
-    start: float
-    end: float
-    rows: int
-    left: int
-
-
 @dataclass
 class Log:
     """What happened. emitted: (time, request, token)."""
 
     emitted: list[tuple[float, int, int]] = field(default_factory=list)
     finished: list[tuple[float, int, str]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
 
 
 class Node:
@@ -69,8 +57,8 @@ class Node:
         self._began = 0.0
         self._each = 0.0
         self._order = 0
+        self._run = -1
         self._through = -1
-        self._span: tuple[int, float, int] | None = None
 
     def deliver(self, event: RunMessage | Cancel) -> None:
         now = self.pipe.clock.now
@@ -99,7 +87,6 @@ class Node:
             elif isinstance(effect, Passed):
                 self.pipe.passed(effect)
             else:
-                self._close(effect.run, now, effect)
                 self.pipe.forward(self, effect)
 
     def _start(self, step: Step, now: float) -> None:
@@ -107,9 +94,8 @@ class Node:
         if self.computer is not None:
             self.computer.step(step.layer, run)
         rows = len(run.live)
-        if self._span is None or self._span[0] != step.run:
-            self._span = (step.run, now, rows)
-            self._through = -1
+        if self._run != step.run:
+            self._run, self._through = step.run, -1
         self.step, self._began = step, now
         if step.layer > self._through:
             self._each = self.pipe.cost(self.at, rows)
@@ -121,17 +107,6 @@ class Node:
         self._through = last
         self._order += 1
         self.pipe.clock.at(end, self._finish, self._order)
-
-    def _close(self, run: int, now: float, effect: RunMessage | Result) -> None:
-        if self._span is not None and self._span[0] == run and self.pipe.spans is not None:
-            message_rows = self._span[2]
-            left = len(effect.choices) if isinstance(effect, Result) else _live(effect)
-            self.pipe.spans.append(Span(self.pipe.base + self.at, run, self._span[1], now, message_rows, left))
-        self._span = None
-
-
-def _live(message: RunMessage) -> int:
-    return len(message.rows) if message.live is None else len(message.live)
 
 
 class Pipe:
@@ -147,11 +122,8 @@ class Pipe:
         result: Callable[[Result], None],
         passed: Callable[[Passed], None],
         lazy: bool = True,
-        spans: list[Span] | None = None,
-        base: int = 0,
     ) -> None:
         self.clock, self.cost, self.width, self.lazy = clock, cost, width, lazy
-        self.spans, self.base = spans, base
         self._result, self.passed = result, passed
         last = len(stages) - 1
         self.nodes = [Node(self, i, s, c, link() if i < last else None) for i, (s, c) in enumerate(stages)]
@@ -185,7 +157,8 @@ class Simulation:
     """One head, its pipeline and perhaps a drafter with a pipeline of its own (``draft_stages``), in virtual time.
 
     cost, draft_cost: seconds of a layer. link: of every pair of nodes; width: f32 values a row carries.
-    lazy: layers of a lone run are looked at in one go; off when costs are random.
+    lazy: layers of a lone run are looked at in one go; off when costs are random. seen: looks at everything, the
+    drafter's stages numbered after the target's.
     """
 
     def __init__(
@@ -201,25 +174,26 @@ class Simulation:
         draft_width: int = 0,
         rnd: random.Random | None = None,
         lazy: bool = True,
-        spans: bool = False,
+        seen: Recorder | None = None,
     ) -> None:
         self.clock = Clock()
         self.head, self.drafter = head, drafter
         self.log = Log()
-        log = self.log.spans if spans else None
+        if seen is not None:
+            head.policy = seen.policy(head.policy)
+            for number, (stage, _) in enumerate((*stages, *draft_stages)):
+                seen.stage(stage, number, steps=True)
 
         def wire() -> Link:
             return Link(link, rnd)
 
-        self.pipe = Pipe(
-            self.clock, stages, cost, wire, width, self._to_head, self._to_head, lazy=lazy, spans=log
-        )  # fmt: skip
+        self.pipe = Pipe(self.clock, stages, cost, wire, width, self._to_head, self._to_head, lazy=lazy)
         self.draft_pipe: Pipe | None = None
         if draft_stages:
             assert draft_cost is not None
             self.draft_pipe = Pipe(
                 self.clock, draft_stages, draft_cost, wire, draft_width, self._to_drafter, lambda _: None,
-                lazy=lazy, spans=log, base=len(stages),
+                lazy=lazy,
             )  # fmt: skip
         self.to_drafter, self.from_drafter = wire(), wire()
 

@@ -1,21 +1,26 @@
-"""What a simulated run came to: rates, utilisation, and pictures of it (SVG, HTML, Chrome trace)."""
+"""What a simulated run came to: rates, utilisation, and pictures of it (SVG, HTML)."""
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
+from typing import Any
 
-from headrace.simulate.driver import Log, Simulation, Span
+from headrace.run.trace import Recorder
+from headrace.simulate.driver import Log, Simulation
 
 
 @dataclass(frozen=True)
 class Report:
-    """rate: tokens/s after the first token. ttft, itl (mean between tokens), itl95: seconds.
+    """rate: tokens/s after the first token. ttft, itl, itl50, itl95: seconds to a request's first token (median of
+    requests) and between tokens (mean, median, 95th percentile; tokens may come several at a time).
 
-    busy: share of the time each stage computed; wasted: share of computed row-time that was thrown away.
-    launched, accepted, cancelled: guesses. hop_bytes: bytes a token on the first link.
+    busy: share of the time each of the target's stages, then the drafter's, computed; wasted: share of the target's
+    computed row-time that was thrown away (both only when looked at). launched, accepted, cancelled: guesses.
+    hop_bytes: bytes a token on a link between stages.
     """
 
     strategy: str
@@ -24,95 +29,96 @@ class Report:
     rate: float
     ttft: float
     itl: float
+    itl50: float
     itl95: float
     launched: int
     accepted: int
     cancelled: int
     runs: int
     busy: tuple[float, ...]
+    wasted: float
     hop_bytes: float
-    spans: tuple[Span, ...] = ()
+    stages: int
+    seen: Recorder | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time that the target's stages had nothing to compute, over all of them."""
+        return 1.0 - sum(self.busy[: self.stages]) / self.stages if self.busy else 0.0
 
     def lines(self) -> str:
         """A summary for people."""
-        busy = sum(self.busy) / len(self.busy) if self.busy else 0.0
-        shown = f", stages busy {100 * busy:.0f}%" if self.busy else ""
+        shown = f", {self.hop_bytes:.0f} bytes a token a hop" if self.stages > 1 else ""
+        if self.busy:
+            each = " ".join(f"{100 * b:.0f}" for b in self.busy)
+            shown += (
+                f"; busy, % of each stage: {each}; bubble {100 * self.bubble:.0f}%, wasted {100 * self.wasted:.0f}%"
+            )
+        guesses = f"; guesses: {self.launched} launched, {self.accepted} accepted, {self.cancelled} cancelled"
         return (
-            f"{self.strategy}: {self.rate:.3f} tokens/s, first after {self.ttft:.3f} s, "
-            f"then {1e3 * self.itl:.1f} ms a token "
-            f"(95%: {1e3 * self.itl95:.1f}); guesses: {self.launched} launched, {self.accepted} accepted, "
-            f"{self.cancelled} cancelled; {self.hop_bytes:.0f} bytes a token a hop{shown}"
+            f"{self.strategy}: {self.rate:.3f} tokens/s, first after {self.ttft:.3f} s, then {1e3 * self.itl:.1f} ms a "
+            f"token (median {1e3 * self.itl50:.1f}, 95% {1e3 * self.itl95:.1f})" + guesses * (self.launched > 0) + shown
         )
 
+    def data(self) -> dict[str, Any]:
+        """Everything but what was seen, as plain data."""
+        return {**{k: v for k, v in vars(self).items() if k != "seen"}, "bubble": self.bubble}
 
-def report(name: str, layers: Sequence[int], simulation: Simulation, log: Log) -> Report:
-    times = [t for t, _, _ in log.emitted]
-    gaps = sorted(b - a for a, b in pairwise(times))
-    lasted = times[-1] - times[0]
-    busy = [0.0] * len(layers)
-    for span in log.spans:
-        if span.stage < len(layers):
-            busy[span.stage] += span.end - span.start
+
+def report(name: str, simulation: Simulation, log: Log, seen: Recorder | None = None) -> Report:
+    by_request: dict[int, list[float]] = defaultdict(list)
+    for time, request, _ in log.emitted:
+        by_request[request].append(time)
+    times = [time for time, _, _ in log.emitted]
+    gaps = sorted(b - a for each in by_request.values() for a, b in pairwise(each))
+    lasted, stages = times[-1] - times[0], len(simulation.pipe.nodes)
     counts = simulation.head.counts
-    link = simulation.pipe.nodes[0].link
+    links = [node.link for node in simulation.pipe.nodes if node.link is not None]
+    drafts = len(simulation.draft_pipe.nodes) if simulation.draft_pipe else 0
     return Report(
         strategy=name,
         tokens=len(times),
         seconds=times[-1],
         rate=(len(times) - 1) / lasted if lasted else 0.0,
-        ttft=times[0],
-        itl=lasted / max(len(gaps), 1),
+        ttft=median(each[0] for each in by_request.values()),
+        itl=sum(gaps) / max(len(gaps), 1),
+        itl50=median(gaps) if gaps else 0.0,
         itl95=gaps[int(0.95 * len(gaps))] if gaps else 0.0,
         launched=counts.launched,
         accepted=counts.accepted,
         cancelled=counts.cancelled,
         runs=counts.runs,
-        busy=tuple(b / times[-1] for b in busy) if log.spans else (),
-        hop_bytes=(link.bytes if link else 0) / len(times),
-        spans=tuple(log.spans),
+        busy=tuple(seen.busy[i] / times[-1] for i in range(stages + drafts)) if seen else (),
+        wasted=seen.wasted(stages) if seen else 0.0,
+        hop_bytes=sum(link.bytes for link in links) / max(len(links), 1) / len(times),
+        stages=stages,
+        seen=seen,
     )
 
 
-def chrome_trace(spans: Sequence[Span], names: Sequence[str]) -> str:
-    """JSON for chrome://tracing or Perfetto: a row per stage, a bar per run; ``left`` 0 is a run that was wasted."""
-    events: list[dict[str, object]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(names)
-    ]
-    for s in spans:
-        events.append(
-            {
-                "name": f"run {s.run}",
-                "cat": "compute" if s.left else "wasted",
-                "ph": "X",
-                "ts": 1e6 * s.start,
-                "dur": 1e6 * (s.end - s.start),
-                "pid": 0,
-                "tid": s.stage,
-                "args": {"rows": s.rows, "left": s.left},
-            }
-        )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def timeline_svg(spans: Sequence[Span], names: Sequence[str], start: float, end: float, width: int = 1200) -> str:
-    """A picture of [start, end): a lane per stage. Blue: its rows counted to the end; red: none did; grey: some."""
+def timeline_svg(
+    seen: Recorder, names: Sequence[str], targets: int, start: float, end: float, width: int = 1200
+) -> str:
+    """A picture of [start, end): a lane per stage. Blue: all rows of a run were useful; red: none; grey: some."""
     lane, left = 22, 90
     scale = (width - left) / (end - start)
+    alive = {(v.stage, v.run): v.alive for v in seen.visits}
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{lane * len(names) + 24}" '
         'font-family="sans-serif" font-size="11">'
     ]
     for i, name in enumerate(names):
         out.append(f'<text x="4" y="{i * lane + 15}">{name}</text>')
-    for s in spans:
+    for s in seen.spans:
         if s.end <= start or s.start >= end:
             continue
         x = left + (max(s.start, start) - start) * scale
         w = max((min(s.end, end) - max(s.start, start)) * scale, 0.5)
-        colour = "#c0504d" if not s.left else "#4f81bd" if s.left == s.rows else "#8c8cb4"
+        useful = seen.useful(s.run, s.rows) if s.stage < targets else alive.get((s.stage, s.run), s.rows)
+        colour = "#c0504d" if not useful else "#4f81bd" if useful == s.rows else "#8c8cb4"
         out.append(
             f'<rect x="{x:.1f}" y="{s.stage * lane + 2}" width="{w:.1f}" height="{lane - 4}" fill="{colour}">'
-            f"<title>run {s.run}: {s.rows} rows, {s.left} left</title></rect>"
+            f"<title>run {s.run}: {s.rows} rows, {useful} useful</title></rect>"
         )
     out.append(f'<text x="{left}" y="{lane * len(names) + 16}">{start:.3f} s to {end:.3f} s</text></svg>')
     return "\n".join(out)
@@ -121,6 +127,8 @@ def timeline_svg(spans: Sequence[Span], names: Sequence[str], start: float, end:
 def timeline_html(reports: Sequence[tuple[Report, Sequence[str]]], start: float, end: float) -> str:
     """Several timelines on one page, each with its summary."""
     parts = [
-        f"<h3>{r.strategy}</h3><p>{r.lines()}</p>{timeline_svg(r.spans, names, start, end)}" for r, names in reports
+        f"<h3>{r.strategy}</h3><p>{r.lines()}</p>{timeline_svg(r.seen, names, r.stages, start, end)}"
+        for r, names in reports
+        if r.seen is not None
     ]
     return "<!doctype html><meta charset=utf-8><title>Timeline</title>" + "\n".join(parts)
