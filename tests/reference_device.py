@@ -245,13 +245,23 @@ def _attend(op: Attend, s: _Step) -> None:
             slots = slots[max(0, int(rows.position[r]) - op.window + 1) :]
         k, v = kv.load(slots)
         scores = np.einsum("ghd,sgd->ghs", q[r], k, optimize=True) * np.float32(op.scale)
+        plain = scores
         if op.softcap:
             scores = op.softcap * np.tanh(scores / op.softcap)
         wide = scores.astype(np.float64)
         weights = np.exp(wide - wide.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
+        if op.keep < 1:
+            weights[..., :-1] *= _chosen(plain[..., :-1], int(op.keep * (len(slots) - 1)))
         out[r] = np.einsum("ghs,sgd->ghd", weights.astype(np.float32), v, optimize=True)
     s.regs[op.dst] = out.reshape(rows.count, -1)
+
+
+def _chosen(scores: F32, count: int) -> NDArray[np.bool_]:
+    """Which are among the ``count`` highest of the last dimension, or as high."""
+    if count == 0:
+        return np.zeros(scores.shape, np.bool_)
+    return scores >= np.sort(scores, axis=-1)[..., -count, None]
 
 
 def _act(op: Act, s: _Step) -> None:

@@ -34,12 +34,13 @@ WIDTH, HEADS, KV, DIM, FF, VOCAB = 96, 6, 2, 32, 224, 50
 FREQS = tuple(10_000.0 ** (-i / 16) for i in range(16))
 
 
-def layer_ops(window: int = 0, softcap: float = 0.0, kind: str = "silu") -> tuple[Op, ...]:
+def layer_ops(window: int = 0, softcap: float = 0.0, kind: str = "silu", keep: float = 1.0) -> tuple[Op, ...]:
     return (
         Gather("x", "embed"), Norm("h", "x", "norm"), Linear("q", "h", "q"), Linear("k", "h", "k"),
         Linear("v", "h", "v"),
         Rope("q", HEADS, DIM, "half", FREQS), Rope("k", KV, DIM, "half", FREQS), StoreKV("k", "v"),
-        Attend("a", "q", HEADS, KV, DIM, DIM**-0.5, window, softcap), Linear("x", "a", "o", accumulate=True),
+        Attend("a", "q", HEADS, KV, DIM, DIM**-0.5, window, softcap, keep, 1280),
+        Linear("x", "a", "o", accumulate=True),
         Norm("f", "x", "norm"), Linear("g", "f", "gate"), Linear("u", "f", "up"), Act("g", "g", kind, up="u"),
         Linear("x", "g", "down", accumulate=True),
     )  # fmt: skip
@@ -70,7 +71,7 @@ def same(a: np.ndarray, b: np.ndarray) -> None:
     assert a.tobytes() == b.tobytes(), f"{np.flatnonzero((a != b).any(1)).tolist()} of {len(a)} rows differ"
 
 
-VARIANTS = [{}, {"window": 37}, {"softcap": 2.0}, {"kind": "gelu_erf"}]
+VARIANTS = [{}, {"window": 37}, {"softcap": 2.0}, {"kind": "gelu_erf"}, {"keep": 0.1}, {"keep": 0.3, "window": 270}]
 
 
 @pytest.mark.parametrize("more", VARIANTS)

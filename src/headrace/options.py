@@ -53,6 +53,8 @@ class Options:
     """Where each layer lies and is computed, on a PyTorch device; None: there, the rest crosses from the host."""
     link: Pace | None = None
     """Slows the link between host and device down to this; None: as fast as it is."""
+    attn_sparsity: float = 1.0
+    """Under 1: attention takes only this fraction of values, those that weigh most; an approximation."""
     host_device: str = "torch:cpu"
     """What computes layers placed at the host: "torch:cpu" (the device's formulas) or "cpu" (fast; other numbers)."""
 

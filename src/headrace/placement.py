@@ -12,6 +12,7 @@ from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable
 from headrace.formats.files import free_bytes
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.requant import requantise
+from headrace.formats.sparse import sparsely
 from headrace.kernels.device import PAGE, Device, KVShape
 from headrace.memory.ahead import BUFFERS
 from headrace.memory.budget import Budget, human
@@ -29,10 +30,11 @@ MARGIN = 48 << 20
 
 
 def open_file(path: Path, options: Options) -> ModelFile:
-    """The model file, requantised when the options say so."""
+    """The model file, requantised or with sparse attention when the options say so."""
     file = open_model(path)
     try:
-        return file if options.requant is None else requantise(file, options.requant)
+        file = file if options.requant is None else requantise(file, options.requant)
+        return sparsely(file, options.attn_sparsity, options.context or DEFAULT_CONTEXT)
     except BaseException:
         file.close()
         raise

@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace.cluster.loopback import Loopback
 from headrace.config import resolve
 from headrace.errors import BadRequest, Unsupported
+from headrace.formats.index import named
 from headrace.kernels.device import Device
 from headrace.kernels.dispatch import TORCH, make_device, make_torch
 from headrace.memory.budget import Budget
@@ -53,8 +54,7 @@ class Parts:
     @property
     def name(self) -> str:
         """What the model is called: its own name, else its file's."""
-        named = self.model.file.metadata.get("general.name")
-        return named if isinstance(named, str) and named else self.model.file.paths[0].stem
+        return named(self.model.file)
 
     def close(self) -> None:
         self.computer.close()

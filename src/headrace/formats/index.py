@@ -21,7 +21,7 @@ from headrace.formats.folder import listing, read_config, read_folder
 from headrace.formats.gguf import GgufFile, read_gguf
 from headrace.formats.tensor import KNOWN, TensorInfo, show
 
-__all__ = ["ModelFile", "Rows", "TensorInfo", "open_model", "require_known"]
+__all__ = ["ModelFile", "Rows", "TensorInfo", "named", "open_model", "require_known"]
 
 Rows: TypeAlias = slice | NDArray[np.integer] | None
 """Which rows (of ``TensorInfo.n``) to read: all, a slice, or indices in the order wanted."""
@@ -249,3 +249,9 @@ def _spans(info: TensorInfo, rows: Rows) -> list[tuple[int, int]]:
     starts = np.concatenate(([0], breaks))
     counts = np.diff(np.concatenate((starts, [len(rows)])))
     return list(zip(rows[starts].tolist(), counts.tolist(), strict=True))
+
+
+def named(file: ModelFile) -> str:
+    """What the model is called: its own name, else its file's."""
+    given = file.metadata.get("general.name")
+    return given if isinstance(given, str) and given else file.paths[0].stem if file.paths else "model"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import BadRequest
-from headrace.formats.index import ModelFile, Rows
+from headrace.formats.index import ModelFile, Rows, named
 from headrace.formats.quant import dequantise, quantise
 from headrace.formats.tensor import BLOCKS, TensorInfo, show, tensor_nbytes
 
@@ -50,9 +50,7 @@ def requantise(file: ModelFile, kind: str) -> ModelFile:
         into = TABLE if TABLES.fullmatch(name) else fmt
         fits = matrix and t.k % BLOCKS[into][0] == 0
         tensors[name] = replace(t, fmt=into, nbytes=tensor_nbytes(into, t.shape)) if fits else t
-    given = file.metadata.get("general.name")
-    name = given if isinstance(given, str) and given else file.paths[0].stem if file.paths else "model"
-    metadata = {**file.metadata, "general.name": f"{name}-{kind}"}
+    metadata = {**file.metadata, "general.name": f"{named(file)}-{kind}"}
     return Requantised(file.kind, metadata, tensors, file.paths, file.types, source=file, fmt=fmt)
 
 

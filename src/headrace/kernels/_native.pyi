@@ -64,6 +64,7 @@ class Op:
     act: Activation
     value: float
     softcap: float
+    keep: float
     def __init__(self, kind: Kind) -> None: ...
 
 class Program:

@@ -166,6 +166,7 @@ class _Compiler:
                 o = self._made(_Kind.Attend, op.dst, op.src)
                 o.heads, o.kv_heads, o.head_dim = op.heads, op.kv_heads, op.head_dim
                 o.value, o.window, o.softcap = op.scale, op.window, op.softcap
+                o.keep, o.n = op.keep, op.most
             case Act():
                 o = self._made(_Kind.Act, op.dst, op.src)
                 o.src2, o.act = self.register(op.up), _native.Op.Activation[op.kind]

@@ -82,6 +82,9 @@ class Attend:
     """dst = attention of src (queries, [rows, heads * head_dim]) over each row's slot list, itself included.
 
     window w > 0: only positions > position - w. softcap c > 0: scores become c * tanh(s / c).
+    keep < 1 (an approximation; FlexGen's sparse attention): of the n positions seen only the row's own and the
+    floor(keep * (n - 1)) others of highest score (and those as high as the last of them) bring their values, with the
+    weights they have among all. most: positions there may be then, for scratch.
     """
 
     dst: str
@@ -92,6 +95,8 @@ class Attend:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    keep: float = 1.0
+    most: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from headrace.kernels.ops import Attend
 from headrace.kernels.torch_kv import TorchKV
 
 Tensor: TypeAlias = Any
+Table: TypeAlias = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 CHUNK = 256
 """Positions of a unit."""
 QUERIES = 8
@@ -100,15 +101,17 @@ def exp(x: Tensor) -> Tensor:
     return x.double().exp().float()
 
 
-def attend(op: Attend, q: Tensor, kv: TorchKV, table: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Tensor:
-    """q: [rows, heads * head_dim] -> the same shape. table: ``units`` on the device (slots, rows, low, high)."""
+def attend(op: Attend, q: Tensor, kv: TorchKV, table: Table, position: Tensor, slot: Tensor) -> Tensor:
+    """q: [rows, heads * head_dim] -> the same shape. table: ``units`` on the device (slots, rows, low, high); position,
+    slot: of each row, perhaps of fewer than q has."""
     count, group = len(q), op.heads // op.kv_heads
     scaled = (q * op.scale).reshape(count, op.kv_heads, group, op.head_dim)
     top = torch.full((count, op.heads, 1), -torch.inf, device=q.device)
     total = torch.zeros((count, op.heads, 1), device=q.device)
     acc = torch.zeros((count, op.heads, op.head_dim), device=q.device)
+    floor = _floor(op, scaled, kv, table, position, slot) if op.keep < 1 else None
     for slots, rows, low, high in table:
-        m, s, a = _partials(op, scaled, kv, slots, rows, low, high)
+        m, s, a = _partials(op, scaled, kv, slots, rows, low, high, floor, slot)
         flat = rows.reshape(-1)
         there = torch.nonzero(flat >= 0).reshape(-1)
         row = flat[there]
@@ -121,31 +124,66 @@ def attend(op: Attend, q: Tensor, kv: TorchKV, table: list[tuple[Tensor, Tensor,
 
 
 def _partials(
-    op: Attend, q: Tensor, kv: TorchKV, slots: Tensor, rows: Tensor, low: Tensor, high: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    op: Attend, q: Tensor, kv: TorchKV, slots: Tensor, rows: Tensor, low: Tensor, high: Tensor, floor: Tensor | None,
+    slot: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Maximum, sum and accumulator of each row and head of some units: [units * QUERIES, heads, 1 or head_dim]."""
+    n, group = len(slots), op.heads // op.kv_heads
+    plain, v = _scores(op, q, kv, slots, rows)
+    v = v.reshape(n, CHUNK, op.kv_heads, op.head_dim).transpose(1, 2)
+    scores = op.softcap * (plain.double() / op.softcap).tanh().float() if op.softcap else plain
+    scores = scores.masked_fill(~_seen(low, high)[:, None, :, None, :], -torch.inf)
+    m = scores.amax(-1, keepdim=True)
+    p = exp(scores - m.masked_fill(m == -torch.inf, 0))
+    total = tree_sum(p)
+    if floor is not None:
+        least = floor[rows.clamp(min=0)].reshape(n, QUERIES, op.kv_heads, group, 1).transpose(1, 2)
+        p = p.masked_fill(~((plain >= least) | _own(slots, rows, slot)[:, None, :, None, :]), 0)
+    flat = p.reshape(n, op.kv_heads, QUERIES * group, CHUNK)
+    a = torch.stack([torch.bmm(flat[u], v[u]) for u in range(n)])
+    return _by_row(m), _by_row(total), _by_row(a.reshape(n, op.kv_heads, QUERIES, group, -1))
+
+
+def _scores(op: Attend, q: Tensor, kv: TorchKV, slots: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of some units: scores [units, kv_heads, QUERIES, group, CHUNK], those not seen too, and the slots' values."""
     n, group = len(slots), op.heads // op.kv_heads
     k, v = kv.load(slots.reshape(-1).long())
     k = k.reshape(n, CHUNK, op.kv_heads, op.head_dim).permute(0, 2, 3, 1)
-    v = v.reshape(n, CHUNK, op.kv_heads, op.head_dim).transpose(1, 2)
     mine = q[rows.clamp(min=0)].transpose(1, 2).reshape(n, op.kv_heads, QUERIES * group, op.head_dim)
     scores = torch.stack([torch.bmm(mine[u], k[u]) for u in range(n)])
-    scores = scores.reshape(n, op.kv_heads, QUERIES, group, CHUNK)
-    if op.softcap:
-        scores = op.softcap * (scores.double() / op.softcap).tanh().float()
-    at = torch.arange(CHUNK, device=q.device)
-    seen = (at >= low[:, :, None]) & (at < high[:, :, None])
-    scores = scores.masked_fill(~seen[:, None, :, None, :], -torch.inf)
-    m = scores.amax(-1, keepdim=True)
-    p = exp(scores - m.masked_fill(m == -torch.inf, 0))
-    flat = p.reshape(n, op.kv_heads, QUERIES * group, CHUNK)
-    a = torch.stack([torch.bmm(flat[u], v[u]) for u in range(n)])
+    return scores.reshape(n, op.kv_heads, QUERIES, group, CHUNK), v
 
-    def by_row(x: Tensor) -> Tensor:
-        parts = x.reshape(n, op.kv_heads, QUERIES, group, -1).transpose(1, 2)
-        return parts.reshape(n * QUERIES, op.heads, -1)
 
-    return by_row(m), by_row(tree_sum(p)), by_row(a)
+def _seen(low: Tensor, high: Tensor) -> Tensor:
+    at = torch.arange(CHUNK, device=low.device)
+    return (at >= low[:, :, None]) & (at < high[:, :, None])
+
+
+def _own(slots: Tensor, rows: Tensor, slot: Tensor) -> Tensor:
+    """[units, QUERIES, CHUNK]: where a row's own slot is."""
+    return slots[:, None, :] == slot[rows.clamp(min=0)][:, :, None]
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[units, kv_heads, QUERIES, group, n] -> [units * QUERIES, heads, n]"""
+    n, kv_heads, queries, group, _ = x.shape
+    return x.transpose(1, 2).reshape(n * queries, kv_heads * group, -1)
+
+
+def _floor(op: Attend, q: Tensor, kv: TorchKV, table: Table, position: Tensor, slot: Tensor) -> Tensor:
+    """The least score that brings its value, [rows, heads, 1]: the last of the kept ones' among the others than own."""
+    seen = position + 1 if op.window == 0 else (position + 1).clamp(max=op.window)
+    kept = (op.keep * (seen - 1).double()).floor().long()
+    most = max(1, int(kept.max()))
+    best = torch.full((len(q), op.heads, most), -torch.inf, device=q.device)
+    for slots, rows, low, high in table:
+        others = _seen(low, high) & ~_own(slots, rows, slot)
+        scores = _scores(op, q, kv, slots, rows)[0].masked_fill(~others[:, None, :, None, :], -torch.inf)
+        there = torch.nonzero(rows.reshape(-1) >= 0).reshape(-1)
+        row = rows.reshape(-1)[there]
+        best[row] = torch.cat((best[row], _by_row(scores)[there]), -1).topk(most).values
+    last = (kept - 1).clamp(min=0)[:, None, None].expand(-1, op.heads, 1)
+    return best.gather(-1, last).masked_fill((kept == 0)[:, None, None], torch.inf)
 
 
 def attend_nbytes(op: Attend, rows: int) -> int:
@@ -153,4 +191,7 @@ def attend_nbytes(op: Attend, rows: int) -> int:
     state = rows * op.heads * (3 * op.head_dim + 8) * 4
     widened = AT_ONCE * CHUNK * op.kv_heads * op.head_dim * 4 * 6
     scores = AT_ONCE * QUERIES * op.heads * CHUNK * 4 * 8
+    if op.keep < 1:
+        kept = int(op.keep * op.most)
+        scores += rows * op.heads * (kept + 1) * 4 + AT_ONCE * QUERIES * op.heads * (kept + CHUNK) * 20
     return 2 * state + widened + scores

@@ -101,7 +101,7 @@ def _store(op: StoreKV, s: _Step) -> None:
 
 def _attend(op: Attend, s: _Step) -> None:
     assert s.kv is not None
-    y = attend(op, s.registers[op.src], s.kv, s.rows.units(op.window))
+    y = attend(op, s.registers[op.src], s.kv, s.rows.units(op.window), s.rows.position, s.rows.slot)
     y[s.rows.count :] = 0
     s.registers[op.dst] = y
 

@@ -6,7 +6,7 @@ Registers: ``x`` is the residual stream; the last layer leaves the logits in ``l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headrace.errors import BadFile
 from headrace.formats.index import ModelFile, require_known
 from headrace.formats.quant import dequantise
+from headrace.formats.sparse import Sparse
 from headrace.formats.tensor import row_nbytes
 from headrace.kernels.device import KVShape
 from headrace.kernels.ops import Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
@@ -99,7 +100,7 @@ def build(spec: Spec, file: ModelFile) -> tuple[Layer, ...]:
             fmt = "F32" if is_vector(name) else file.tensors[source.tensor].fmt
             shares = ("embed", "token_embd") if name == "output" and spec.tied else None
             plans[name] = TensorPlan(fmt, n, k, source, shares)
-        layers.append(Layer(key, plans, layer_ops(spec, key), spec.kv_shape(key)))
+        layers.append(Layer(key, plans, _sparse(layer_ops(spec, key), spec, file), spec.kv_shape(key)))
     return tuple(layers)
 
 
@@ -131,6 +132,14 @@ def layer_ops(spec: Spec, key: str) -> tuple[Op, ...]:
     if block is not None:
         return _block_ops(block)
     return _embed_ops(spec) if key == "embed" else _output_ops(spec)
+
+
+def _sparse(ops: tuple[Op, ...], spec: Spec, file: ModelFile) -> tuple[Op, ...]:
+    """With the sparse attention that the file asks for."""
+    if not isinstance(file, Sparse):
+        return ops
+    most = min(file.most, spec.context)
+    return tuple(replace(op, keep=file.keep, most=most) if isinstance(op, Attend) else op for op in ops)
 
 
 def _embed_ops(spec: Spec) -> tuple[Op, ...]:

@@ -189,6 +189,7 @@ void attend_few(const AttendTile& t) {
   with_records(t.k_bits, t.k, t.head_dim, [&](const auto& k) {
     by_blocks(t.queries, [&](auto n, int i) { scores_of<decltype(n)::value>(t, k, i, 0, kChunk); });
   });
+  if (t.stage == AttendTile::Scores) return;
   soften_all(t);
   with_records(t.v_bits, t.v, t.head_dim, [&](const auto& v) {
     by_blocks(t.queries, [&](auto n, int i) { values_of<decltype(n)::value>(t, v, i, 0, kChunk); });
@@ -209,13 +210,34 @@ void attend_many(const AttendTile& t) {
   pieces(t.k_bits, t.k, [&](auto n, int i, const TileRows& k, int p0) {
     scores_of<decltype(n)::value>(t, k, i, p0, p0 + kPage);
   });
+  if (t.stage == AttendTile::Scores) return;
   soften_all(t);
   pieces(t.v_bits, t.v, [&](auto n, int i, const TileRows& v, int p0) {
     values_of<decltype(n)::value>(t, v, i, p0, p0 + kPage);
   });
 }
 
+// acc as if the other positions' weights were zero; max and sum are of all.
+void attend_chosen(const AttendTile& t) {
+  uint8_t chosen[kChunk];
+  std::memset(t.tile, 0, sizeof(float) * static_cast<size_t>(t.stride));
+  for (int i = 0; i < t.queries; i++) {
+    float *p = t.scores + i * kChunk, *acc = t.acc + i * t.stride;
+    int count = 0;
+    for (int n = t.lo[i]; n < t.hi[i]; n++)
+      if (p[n] >= t.floor[i] || n == t.own[i]) chosen[count++] = static_cast<uint8_t>(n);
+    soften(p, t.lo[i], t.hi[i], t.softcap, t.max + i, t.sum + i);
+    std::memset(acc, 0, sizeof(float) * static_cast<size_t>(t.stride));
+    for (int j = 0; j < count; j++) {
+      load_record_impl(t.v_bits, t.v[chosen[j]], t.head_dim, t.tile);
+      const v8 w = splat(p[chosen[j]]);
+      for (int d = 0; d < t.stride; d += 8) store(acc + d, fma(w, load(t.tile + d), load(acc + d)));
+    }
+  }
+}
+
 void attend_impl(const AttendTile& t) {
+  if (t.stage == AttendTile::Values) return attend_chosen(t);
   if (t.queries <= kDirect && t.head_dim == t.stride) attend_few(t);
   else attend_many(t);
 }

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <limits>
+#include <stdexcept>
 
 namespace headrace {
 
@@ -9,6 +12,9 @@ namespace {
 
 constexpr int kQueries = 96;                       // of a tile, unless one row has more
 constexpr int64_t kMostPartials = int64_t{8} << 20;  // bytes
+constexpr int64_t kMostScores = int64_t{1} << 20;    // bytes of a thread, unless one row has more
+
+bool sparse(const AttentionShape& shape) { return shape.keep < 1.0; }
 
 struct Range {
   int lo, hi;  // positions
@@ -44,15 +50,17 @@ struct Call {
 
 // One thread's memory.
 struct Local {
-  float *q, *scores, *tile, *acc, *max, *sum, *run_acc, *run_max, *run_sum;
-  int *lo, *hi;
+  float *q, *scores, *tile, *acc, *max, *sum, *run_acc, *run_max, *run_sum, *floor;
+  int *lo, *hi, *own;
+  int32_t* keys;
   const uint8_t **k, **v;
 
-  static int64_t bytes(int queries, int stride) {
-    const int64_t floats = int64_t{queries} * (3 * stride + kChunk + 6) + kPage * stride;
+  // kept: scores of a tile, most: of a query, for sparse attention.
+  static int64_t bytes(int queries, int stride, int64_t kept, int64_t most) {
+    const int64_t floats = int64_t{queries} * (3 * stride + kChunk + 8) + kPage * stride + kept + most;
     return round_up(floats * 4 + 2 * kChunk * static_cast<int64_t>(sizeof(void*)), 64) + 64;
   }
-  Local(uint8_t* p, int queries, int stride) {
+  Local(uint8_t* p, int queries, int stride, int64_t kept, int64_t most) {
     const auto take = [&](int64_t n) {
       float* f = reinterpret_cast<float*>(p);
       p += n * 4;
@@ -67,8 +75,29 @@ struct Local {
     scores = take(int64_t{queries} * kChunk);
     max = take(queries), sum = take(queries), run_max = take(queries), run_sum = take(queries);
     lo = reinterpret_cast<int*>(take(queries)), hi = reinterpret_cast<int*>(take(queries));
+    own = reinterpret_cast<int*>(take(queries)), floor = take(queries);
+    keys = reinterpret_cast<int32_t*>(take(most));
+    if (kept) scores = take(kept);
   }
 };
+
+// Queries of the largest tile; of a sparse one the scores of all its chunks are kept.
+int largest_tile(const AttentionShape& shape, int chunks) {
+  const int64_t fit = sparse(shape) ? std::min<int64_t>(kQueries, kMostScores / (int64_t{chunks} * kChunk * 4)) : kQueries;
+  return std::max(shape.heads / shape.kv_heads, static_cast<int>(fit));
+}
+int padded(const AttentionShape& shape) { return static_cast<int>(round_up(shape.head_dim, 16)); }
+int64_t kept_scores(const AttentionShape& shape, int chunks) {
+  return sparse(shape) ? std::max(kMostScores / 4, int64_t{shape.heads / shape.kv_heads} * chunks * kChunk) : 0;
+}
+int64_t most_keys(const AttentionShape& shape, int chunks) { return sparse(shape) ? int64_t{chunks} * kChunk : 0; }
+int64_t local_bytes(const AttentionShape& shape, int chunks) {
+  return Local::bytes(largest_tile(shape, 1), padded(shape), kept_scores(shape, chunks), most_keys(shape, chunks));
+}
+Local local(const Call& c, int thread) {
+  return Local(c.threads + thread * local_bytes(c.shape, c.chunks), c.queries, c.stride, kept_scores(c.shape, c.chunks),
+               most_keys(c.shape, c.chunks));
+}
 
 // Queries of rows [r0, r1) for a kv head, times the scale, padded with zeros.
 void load_queries(const Call& c, int head, int64_t r0, int64_t r1, float* to) {
@@ -81,9 +110,10 @@ void load_queries(const Call& c, int head, int64_t r0, int64_t r1, float* to) {
   }
 }
 
-// Partials of rows [a, b), which read the chunk from the same slots, into max, sum and acc.
-void attend_rows(const Call& c, Local& l, int head, int chunk, int64_t a, int64_t b, const float* q, float* max,
-                 float* sum, float* acc) {
+// Partials of rows [a, b), which read the chunk from the same slots, into l's max, sum and acc. at: their first query's
+// number in the tile.
+void attend_rows(const Call& c, Local& l, int head, int chunk, int64_t a, int64_t b, int64_t at,
+                 AttendTile::Stage stage = AttendTile::Whole) {
   const int origin = chunk * kChunk;
   int first = kChunk, last = 0, i = 0;
   int64_t longest = a;
@@ -91,7 +121,8 @@ void attend_rows(const Call& c, Local& l, int head, int chunk, int64_t a, int64_
     const Range s = c.seen(r, chunk);
     first = std::min(first, s.lo - origin);
     if (s.hi - origin > last) last = s.hi - origin, longest = r;
-    for (int j = 0; j < c.group; j++, i++) l.lo[i] = s.lo - origin, l.hi[i] = s.hi - origin;
+    const int own = c.rows.position[r] - origin;
+    for (int j = 0; j < c.group; j++, i++) l.lo[i] = s.lo - origin, l.hi[i] = s.hi - origin, l.own[i] = own;
   }
   for (int p = first; p < last; p++) {
     const int32_t slot = c.rows.slot_at(longest, origin + p);
@@ -101,8 +132,31 @@ void attend_rows(const Call& c, Local& l, int head, int chunk, int64_t a, int64_
   // Kernels take four positions at a time; what they see outside the range they forget.
   for (int p = first & ~3; p < first; p++) l.k[p] = l.k[first];
   for (int p = last; p < ((last + 3) & ~3); p++) l.k[p] = l.k[last - 1];
-  c.ops.attend({i, c.shape.head_dim, c.stride, c.kv.k_bits, c.kv.v_bits, c.shape.softcap, q, l.lo, l.hi, l.k, l.v,
-                l.scores, l.tile, max, sum, acc});
+  float* scores = stage == AttendTile::Whole ? l.scores : l.scores + (int64_t{chunk} * c.queries + at) * kChunk;
+  c.ops.attend({i, c.shape.head_dim, c.stride, c.kv.k_bits, c.kv.v_bits, c.shape.softcap, l.q + at * c.stride, l.lo, l.hi,
+                l.k, l.v, scores, l.tile, l.max, l.sum, l.acc, stage, l.floor + at, l.own});
+}
+
+// Floats as integers in the same order, and back.
+int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+
+// The least score that brings its value, for a row's query (number i of its tile) whose scores are all there.
+float floor_of(const Call& c, const Local& l, int64_t row, int64_t i) {
+  const Range s = c.seen(row);
+  const int64_t others = s.hi - s.lo - 1, kept = static_cast<int64_t>(c.shape.keep * static_cast<double>(others));
+  if (kept == 0) return std::numeric_limits<float>::infinity();
+  int32_t* to = l.keys;
+  for (int p = s.lo; p < s.hi - 1;) {
+    const int n = std::min(s.hi - 1, (p / kChunk + 1) * kChunk) - p;
+    std::memcpy(to, l.scores + (int64_t{p / kChunk} * c.queries + i) * kChunk + p % kChunk, static_cast<size_t>(n) * 4);
+    p += n, to += n;
+  }
+  for (int64_t j = 0; j < others; j++) l.keys[j] = ordered(l.keys[j]);
+  std::nth_element(l.keys, l.keys + kept - 1, to, std::greater<int32_t>());
+  const int32_t bits = ordered(l.keys[kept - 1]);
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
 }
 
 // Cuts rows [r0, r1) where they can't share a chunk, and calls f(a, b) for each piece that sees any of it.
@@ -130,7 +184,7 @@ void finish(const Call& c, int64_t row, int head, float sum, const float* acc) {
 }
 
 void whole_tile(const Call& c, int tile, int head, int thread) {
-  Local l(c.threads + thread * Local::bytes(c.queries, c.stride), c.queries, c.stride);
+  Local l = local(c, thread);
   const int64_t r0 = c.starts[tile], r1 = c.starts[tile + 1];
   load_queries(c, head, r0, r1, l.q);
   int first = c.chunks, last = 0;
@@ -138,9 +192,18 @@ void whole_tile(const Call& c, int tile, int head, int thread) {
     first = std::min(first, c.seen(r).lo / kChunk);
     last = std::max(last, c.seen(r).hi);
   }
+  if (sparse(c.shape)) {
+    for (int chunk = first; chunk * kChunk < last; chunk++)
+      pieces(c, chunk, r0, r1, [&](int64_t a, int64_t b) {
+        attend_rows(c, l, head, chunk, a, b, (a - r0) * c.group, AttendTile::Scores);
+      });
+    for (int64_t r = r0, i = 0; r < r1; r++)
+      for (int j = 0; j < c.group; j++, i++) l.floor[i] = floor_of(c, l, r, i);
+  }
+  const AttendTile::Stage stage = sparse(c.shape) ? AttendTile::Values : AttendTile::Whole;
   for (int chunk = first; chunk * kChunk < last; chunk++)
     pieces(c, chunk, r0, r1, [&](int64_t a, int64_t b) {
-      attend_rows(c, l, head, chunk, a, b, l.q + (a - r0) * c.group * c.stride, l.max, l.sum, l.acc);
+      attend_rows(c, l, head, chunk, a, b, (a - r0) * c.group, stage);
       for (int64_t r = a, i = 0; r < b; r++) {
         const bool fresh = c.seen(r).lo / kChunk == chunk;
         for (int j = 0; j < c.group; j++, i++) {
@@ -160,11 +223,11 @@ void whole_tile(const Call& c, int tile, int head, int thread) {
 }
 
 void one_chunk(const Call& c, int tile, int head, int chunk, int thread) {
-  Local l(c.threads + thread * Local::bytes(c.queries, c.stride), c.queries, c.stride);
+  Local l = local(c, thread);
   const int64_t r0 = c.starts[tile], r1 = c.starts[tile + 1];
   pieces(c, chunk, r0, r1, [&](int64_t a, int64_t b) {
     load_queries(c, head, a, b, l.q);
-    attend_rows(c, l, head, chunk, a, b, l.q, l.max, l.sum, l.acc);
+    attend_rows(c, l, head, chunk, a, b, 0);
     for (int64_t r = a, i = 0; r < b; r++)
       for (int j = 0; j < c.group; j++, i++) {
         float* to = c.partial(chunk, r, head * c.group + j);
@@ -194,9 +257,6 @@ void cut_tiles(Call& c, int64_t most) {
   c.starts[c.tiles] = static_cast<int32_t>(c.rows.count);
 }
 
-int largest_tile(const AttentionShape& shape) { return std::max(shape.heads / shape.kv_heads, kQueries); }
-int padded(const AttentionShape& shape) { return static_cast<int>(round_up(shape.head_dim, 16)); }
-
 int64_t partial_bytes(const AttentionShape& shape, int64_t rows, int64_t chunks) {
   return chunks * rows * shape.heads * (padded(shape) + 2) * 4;
 }
@@ -205,22 +265,26 @@ int64_t partial_bytes(const AttentionShape& shape, int64_t rows, int64_t chunks)
 
 int64_t attention_bytes(const AttentionShape& shape, int64_t rows, int32_t last_position, int threads) {
   if (shape.heads == 0) return 0;
-  const int64_t partial = std::min(kMostPartials, partial_bytes(shape, rows, last_position / kChunk + 1));
-  return threads * Local::bytes(largest_tile(shape), padded(shape)) + round_up((rows + 1) * 4, 64) + partial;
+  if (sparse(shape)) last_position = static_cast<int32_t>(std::min<int64_t>(last_position, shape.most - 1));
+  const int chunks = last_position / kChunk + 1;
+  const int64_t partial = std::min(kMostPartials, partial_bytes(shape, rows, chunks));
+  return threads * local_bytes(shape, chunks) + round_up((rows + 1) * 4, 64) + partial;
 }
 
 void attention(Pool& pool, const VecOps& ops, const AttentionShape& shape, const RowsView& rows, const KVView& kv,
                const float* q, float* out, uint8_t* scratch) {
-  Call c{ops, shape, rows, kv, q, out, shape.heads / shape.kv_heads, padded(shape), largest_tile(shape)};
+  const int chunks = rows.last_position / kChunk + 1;
+  if (sparse(shape) && rows.last_position >= shape.most)
+    throw std::invalid_argument("attention: a position beyond those that sparse attention has room for");
+  Call c{ops, shape, rows, kv, q, out, shape.heads / shape.kv_heads, padded(shape), largest_tile(shape, chunks)};
   const int threads = pool.threads();
-  c.threads = scratch;
-  scratch += threads * Local::bytes(c.queries, c.stride);
+  c.threads = scratch, c.chunks = chunks;
+  scratch += threads * local_bytes(shape, chunks);
   c.starts = reinterpret_cast<int32_t*>(scratch);
   scratch += round_up((rows.count + 1) * 4, 64);
   c.partials = reinterpret_cast<float*>(scratch);
-  c.chunks = rows.last_position / kChunk + 1;
 
-  int64_t most = std::max(1, kQueries / c.group);
+  int64_t most = std::max(1, c.queries / c.group);
   cut_tiles(c, most);
   const auto units = [&] { return int64_t{c.tiles} * shape.kv_heads; };
   while (threads > 1 && units() < 4 * threads && most * c.group > 12 && most > 1) cut_tiles(c, most /= 2);
@@ -231,7 +295,7 @@ void attention(Pool& pool, const VecOps& ops, const AttentionShape& shape, const
     for (int64_t u = 0; u < units(); u++) whole_tile(c, static_cast<int>(u / shape.kv_heads), static_cast<int>(u % shape.kv_heads), 0);
     return;
   }
-  const bool split = threads > 1 && c.chunks > 1 && units() < 4 * threads &&
+  const bool split = threads > 1 && !sparse(shape) && c.chunks > 1 && units() < 4 * threads &&
                      partial_bytes(shape, rows.count, c.chunks) <= kMostPartials;
   if (!split) {
     pool.each(units(), [&](int64_t u, int thread) {

@@ -188,7 +188,8 @@ void bind_programs(nb::module_& m) {
       .def_rw("bias", &Op::bias).def_rw("flag", &Op::flag).def_rw("n", &Op::n).def_rw("heads", &Op::heads)
       .def_rw("kv_heads", &Op::kv_heads).def_rw("head_dim", &Op::head_dim).def_rw("window", &Op::window)
       .def_rw("table", &Op::table).def_rw("by_position", &Op::by_position).def_rw("act", &Op::act)
-      .def_rw("value", &Op::value).def_rw("softcap", &Op::softcap);
+      .def_rw("value", &Op::value).def_rw("softcap", &Op::softcap)
+      .def_rw("keep", &Op::keep);
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* self, int64_t width, int registers, int logits, const std::vector<Op>& ops) {
         Program p;

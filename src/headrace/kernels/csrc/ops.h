@@ -20,6 +20,7 @@ inline int64_t record_bytes(int bits, int64_t head_dim) {
 
 // One chunk of one kv head, seen by some queries. Positions are relative to the chunk's start.
 struct AttendTile {
+  enum Stage : int { Whole, Scores, Values };  // Scores: those alone. Values: those are there; only some bring values
   int queries;
   int head_dim, stride;          // stride: head_dim rounded up to 16, zeros between
   int k_bits, v_bits;
@@ -34,6 +35,9 @@ struct AttendTile {
   float* max;                    // [queries] out
   float* sum;                    // [queries] out
   float* acc;                    // [queries, stride] out
+  Stage stage = Whole;
+  const float* floor = nullptr;  // [queries] Values: the least score that brings its value ...
+  const int* own = nullptr;      // [queries] ... beside this position's, if it is in the chunk
 };
 
 // What a row's noise depends on, besides the token.

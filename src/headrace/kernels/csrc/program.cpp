@@ -150,7 +150,8 @@ void Bound::infer(const Op& op) {
     case Op::Attend:
       require(op.heads > 0 && op.kv_heads > 0 && op.heads % op.kv_heads == 0, "heads aren't a multiple of kv_heads");
       require(made == int64_t{op.heads} * op.head_dim, "Attend's heads don't fit its source");
-      attention_ = {op.heads, op.kv_heads, op.head_dim, op.window, op.value, op.softcap};
+      require(op.keep >= 1.0 || (op.keep > 0.0 && op.n > 0), "Attend keeps a fraction over 0 of so many positions");
+      attention_ = {op.heads, op.kv_heads, op.head_dim, op.window, op.value, op.softcap, op.keep, op.n};
       break;
     case Op::Act: require(op.src2 < 0 || width(op.src2) == made, "Act's two sources have different widths"); break;
     case Op::Add: require(width(op.dst) == made, "Add's registers have different widths"); break;

@@ -24,6 +24,7 @@ struct Op {
   bool by_position = false;
   Activation act = Activation::Silu;
   float value = 0.0f, softcap = 0.0f;  // Gather, Attend, Scale: factor; Norm: eps
+  double keep = 1.0;                   // Attend; its `n`: positions there may be when keep < 1
 };
 
 // Operations that run between two barriers.
