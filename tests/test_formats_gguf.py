@@ -120,7 +120,7 @@ def test_rows_in_any_order(tmp_path: Path) -> None:
 
 def test_writer_and_reader_agree(tmp_path: Path) -> None:
     metadata = {"general.architecture": "llama", "i": 3, "neg": -3, "big": 2**40, "f": 0.5, "flag": False,
-                "tokens": Strings.of(["a", "", "é"]), "list": ["x", "y"], "ints": [1, 2], "floats": [0.5, 1],
+                "tokens": ["a", "", "é"], "list": ["x", "y"], "ints": [1, 2], "floats": [0.5, 1],
                 "bools": [True, False], "scores": np.array([1.5], np.float32), "small": np.uint16(9),
                 "nested": [["a"], ["b", "c"]]}  # fmt: skip
     chunks = [bytes(range(34)), np.arange(34, dtype=np.uint8)]

@@ -55,8 +55,8 @@ def test_byte_level_like_transformers_and_like_gguf(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     byte_library().save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": "T"}
-    ours = Tokenizer.from_hf(metadata(tmp_path, tokenizer_config=config, config={"eos_token_id": [0, 2]}))
-    gguf = Tokenizer.from_gguf(byte_metadata())
+    ours = Tokenizer.from_metadata(metadata(tmp_path, tokenizer_config=config, config={"eos_token_id": [0, 2]}))
+    gguf = Tokenizer.from_metadata(byte_metadata())
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     for text in random_texts(500, 1):
         assert ours.encode(text) == gguf.encode(text)
@@ -102,7 +102,7 @@ def test_marks_of_a_template_are_control_tokens_whatever_the_file_says(tmp_path:
 
 
 def from_folder(folder: Path) -> Tokenizer:
-    return Tokenizer.from_hf(metadata(folder))
+    return Tokenizer.from_metadata(metadata(folder))
 
 
 def test_vocab_and_merges(tmp_path: Path) -> None:
@@ -113,28 +113,28 @@ def test_vocab_and_merges(tmp_path: Path) -> None:
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": len(state["vocab"])}))
     config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|im_start|>", "add_bos_token": True}
     sections = {"tokenizer_config": config, "special_tokens_map": {"additional_special_tokens": CONTROL[2:]}}
-    ours = Tokenizer.from_hf(metadata(tmp_path, **sections))
-    gguf = Tokenizer.from_gguf(byte_metadata())
+    ours = Tokenizer.from_metadata(metadata(tmp_path, **sections))
+    gguf = Tokenizer.from_metadata(byte_metadata())
     assert ours.add_bos
     for text in random_texts(300, 3):
         assert ours.encode(text) == [1, *gguf.encode(text)]
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode("<|im_end|>", special=True) == [1, 2]
-    opt = Tokenizer.from_hf(metadata(tmp_path, config={"model_type": "opt", "bos_token_id": 2}))
+    opt = Tokenizer.from_metadata(metadata(tmp_path, config={"model_type": "opt", "bos_token_id": 2}))
     assert opt.bos == 2
     with pytest.raises(Unsupported, match="BartTokenizer"):
-        Tokenizer.from_hf(metadata(tmp_path, tokenizer_config={"tokenizer_class": "BartTokenizer"}))
+        Tokenizer.from_metadata(metadata(tmp_path, tokenizer_config={"tokenizer_class": "BartTokenizer"}))
     with pytest.raises(Unsupported, match="add_prefix_space"):
-        Tokenizer.from_hf(metadata(tmp_path, tokenizer_config=config | {"add_prefix_space": True}))
+        Tokenizer.from_metadata(metadata(tmp_path, tokenizer_config=config | {"add_prefix_space": True}))
     (tmp_path / "vocab.json").write_text('{"a": "b"}')
     with pytest.raises(BadFile, match="map tokens to ids"):
-        Tokenizer.from_hf(metadata(tmp_path, **sections))
+        Tokenizer.from_metadata(metadata(tmp_path, **sections))
 
 
 def test_templates_of_a_folder(tmp_path: Path) -> None:
     byte_library().save(str(tmp_path / "tokenizer.json"))
     several = [{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}]
-    assert Tokenizer.from_hf(metadata(tmp_path, tokenizer_config={"chat_template": several})).template == "A"
+    assert Tokenizer.from_metadata(metadata(tmp_path, tokenizer_config={"chat_template": several})).template == "A"
     (tmp_path / "chat_template.json").write_text('{"chat_template": "C"}')
     assert from_folder(tmp_path).template == "C"
     (tmp_path / "chat_template.jinja").write_text("D")
@@ -163,6 +163,6 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
         from_folder(tmp_path)
     byte_library().save(str(path))
     with pytest.raises(BadFile, match="add_bos_token"):
-        Tokenizer.from_hf(metadata(tmp_path, tokenizer_config={"add_bos_token": True}))
+        Tokenizer.from_metadata(metadata(tmp_path, tokenizer_config={"add_bos_token": True}))
     with pytest.raises(BadFile, match="JSON object"):
-        Tokenizer.from_hf(metadata(tmp_path, tokenizer_config=[1]))
+        Tokenizer.from_metadata(metadata(tmp_path, tokenizer_config=[1]))

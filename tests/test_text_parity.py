@@ -27,7 +27,7 @@ from helpers_text_strings import random_text
 @pytest.fixture(scope="module", params=["smollm2", "gemma"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Llama]:
     path = smollm2() if request.param == "smollm2" else gemma(tmp_path_factory.mktemp("gemma"))
-    return Tokenizer.from_gguf(open_model(path).metadata), Llama(path)
+    return Tokenizer.from_metadata(open_model(path).metadata), Llama(path)
 
 
 def strings(value: object) -> Iterator[str]:
@@ -90,14 +90,14 @@ ONE_OF_EACH = list({kind: name for name, kind in reversed(PRE_KINDS.items())}.va
 def test_every_kind_of_word(pre: str, tmp_path: Path) -> None:
     """SmolLM2's vocabulary in a file that names another kind of words."""
     metadata = {**open_model(smollm2()).metadata, "tokenizer.ggml.pre": pre}
-    pair = Tokenizer.from_gguf(metadata), Llama(small_model(tmp_path / "model.gguf", metadata))
+    pair = Tokenizer.from_metadata(metadata), Llama(small_model(tmp_path / "model.gguf", metadata))
     assert differing(pair, 300, seed=3) == []
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
     metadata = sentencepiece_metadata(prefix)
-    tokenizer = Tokenizer.from_gguf(metadata)
+    tokenizer = Tokenizer.from_metadata(metadata)
     pair = tokenizer, Llama(small_model(tmp_path / "model.gguf", metadata))
     assert differing(pair, 500, seed=4) == []
     assert tokenizer.encode("<mask> a<x> b") == pair[1].encode("<mask> a<x> b", add_bos=True)

@@ -12,8 +12,8 @@ from headrace.text.tokenizer import Tokenizer
 from helpers_text import byte_metadata, sentencepiece_metadata
 
 KINDS = {
-    "byte": lambda: Tokenizer.from_gguf(byte_metadata()),
-    "spm": lambda: Tokenizer.from_gguf(sentencepiece_metadata(True)),
+    "byte": lambda: Tokenizer.from_metadata(byte_metadata()),
+    "spm": lambda: Tokenizer.from_metadata(sentencepiece_metadata(True)),
 }
 
 
@@ -33,7 +33,8 @@ def test_any_ids_stream_to_their_decoding(tokenizer: Tokenizer) -> None:
 
 
 def test_no_part_of_a_character(tokenizer: Tokenizer) -> None:
-    @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+    # SentencePiece writes a space as U+2581, so it can't tell that one from a space.
+    @given(st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
     def check(text: str) -> None:
         stream = Stream(tokenizer)
         shown = ""
@@ -56,14 +57,14 @@ def test_a_cut_character_becomes_a_replacement_character(tokenizer: Tokenizer) -
 
 
 def test_control_tokens_are_left_out_or_named() -> None:
-    tokenizer = Tokenizer.from_gguf(byte_metadata())
+    tokenizer = Tokenizer.from_metadata(byte_metadata())
     ids = [tokenizer.vocab.control["<|im_start|>"], *tokenizer.encode("hi"), tokenizer.vocab.control["<|im_end|>"]]
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, special=True) == "<|im_start|>hi<|im_end|>"
 
 
 def test_the_first_space_of_sentencepiece() -> None:
-    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata(True))
+    tokenizer = Tokenizer.from_metadata(sentencepiece_metadata(True))
     ids = tokenizer.encode("the  of ", add_bos=False)
     assert tokenizer.decode(ids) == "the  of "
     stream = Stream(tokenizer)  # what goes on after a prompt keeps its space

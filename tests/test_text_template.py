@@ -87,7 +87,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_gguf(byte_metadata())
+    return Tokenizer.from_metadata(byte_metadata())
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -110,7 +110,7 @@ def test_like_transformers(name: str, reply: bool, messages: Any, tools: Any, to
 
 
 def test_the_model_s_own_template() -> None:
-    tokenizer = Tokenizer.from_gguf(open_model(smollm2()).metadata)
+    tokenizer = Tokenizer.from_metadata(open_model(smollm2()).metadata)
     template = ChatTemplate(tokenizer)
     assert template.origin == "model"
     text = template.render([{"role": "user", "content": "Hi"}]).text
@@ -137,7 +137,7 @@ BRITTLE = [
 @given(st.lists(PIECES.filter(str.strip), min_size=1, max_size=3), st.sampled_from(BRITTLE))
 def test_users_write_no_control_token(contents: list[str], source: str) -> None:
     """Whatever users write, the control tokens are those of the template's own text."""
-    tokenizer = Tokenizer.from_gguf(byte_metadata())
+    tokenizer = Tokenizer.from_metadata(byte_metadata())
     template = ChatTemplate(tokenizer, source)
     control = set(tokenizer.vocab.control.values())
     ids = template.encode([{"role": "user", "content": c} for c in contents])
@@ -198,7 +198,7 @@ def test_dates_only_when_given(tokenizer: Tokenizer) -> None:
 
 def test_fallbacks() -> None:
     metadata = byte_metadata()
-    template = ChatTemplate(Tokenizer.from_gguf(metadata))
+    template = ChatTemplate(Tokenizer.from_metadata(metadata))
     assert template.origin == "chatml"
     assert (
         template.render([{"role": "user", "content": "a"}]).text
@@ -206,17 +206,17 @@ def test_fallbacks() -> None:
     )
     turns = [t.replace("<|im_start|>", "<start_of_turn>") for t in metadata["tokenizer.ggml.tokens"]]
     turns = [t.replace("<|im_end|>", "<end_of_turn>") for t in turns]
-    gemma = ChatTemplate(Tokenizer.from_gguf(metadata | {"tokenizer.ggml.tokens": turns}))
+    gemma = ChatTemplate(Tokenizer.from_metadata(metadata | {"tokenizer.ggml.tokens": turns}))
     assert gemma.origin == "turns"
     assert gemma.render([{"role": "assistant", "content": " a "}], reply=False).text.endswith("model\na<end_of_turn>\n")
     with pytest.raises(Unsupported, match="no chat template"):
-        ChatTemplate(Tokenizer.from_gguf(sentencepiece_metadata(True)))
+        ChatTemplate(Tokenizer.from_metadata(sentencepiece_metadata(True)))
     assert set(FALLBACKS) == {"chatml", "turns"}
 
 
 def test_begins_once() -> None:
     """Whether a template writes the beginning-of-text token or not, there is one."""
-    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata(True))
+    tokenizer = Tokenizer.from_metadata(sentencepiece_metadata(True))
     for source in ("{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"):
         ids = ChatTemplate(tokenizer, source).encode([{"role": "user", "content": "a"}])
         assert ids.count(tokenizer.bos) == 1

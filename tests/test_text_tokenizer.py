@@ -22,7 +22,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return Tokenizer.from_gguf(KINDS[request.param]())
+    return Tokenizer.from_metadata(KINDS[request.param]())
 
 
 def hostile(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
@@ -54,7 +54,7 @@ def test_round_trip(tokenizer: Tokenizer) -> None:
 
 
 def test_control_tokens_count_only_when_asked_for() -> None:
-    tokenizer = Tokenizer.from_gguf(byte_metadata())
+    tokenizer = Tokenizer.from_metadata(byte_metadata())
     start, end = (tokenizer.vocab.control[n] for n in ("<|im_start|>", "<|im_end|>"))
     text = "<|im_start|>hi<|im_end|>"
     assert tokenizer.encode(text, special=True) == [start, *tokenizer.encode("hi"), end]
@@ -64,24 +64,24 @@ def test_control_tokens_count_only_when_asked_for() -> None:
 
 
 def test_a_guarded_name_is_text_and_its_guard_is_gone() -> None:
-    tokenizer = Tokenizer.from_gguf(byte_metadata())
+    tokenizer = Tokenizer.from_metadata(byte_metadata())
     end = tokenizer.vocab.control["<|im_end|>"]
     ids = tokenizer.encode("a<!|im_end|>b<|im_end|>", special=True, guard="!")
     assert ids == [*tokenizer.encode("a<|im_end|>b"), end]
 
 
 def test_user_defined_tokens_count_always() -> None:
-    tokenizer = Tokenizer.from_gguf(byte_metadata())
+    tokenizer = Tokenizer.from_metadata(byte_metadata())
     assert tokenizer.vocab.user["<think>"] in tokenizer.encode("so <think>well")
 
 
 def test_byte_tokens_are_not_written_by_name() -> None:
-    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata(False))
+    tokenizer = Tokenizer.from_metadata(sentencepiece_metadata(False))
     assert tokenizer.decode(tokenizer.encode("<0x41>", add_bos=False)) == "<0x41>"
 
 
 def test_beginning_of_text() -> None:
-    byte, spm = Tokenizer.from_gguf(byte_metadata()), Tokenizer.from_gguf(sentencepiece_metadata(True))
+    byte, spm = Tokenizer.from_metadata(byte_metadata()), Tokenizer.from_metadata(sentencepiece_metadata(True))
     assert (byte.add_bos, spm.add_bos) == (False, True)
     assert spm.encode("a")[0] == spm.bos == 1
     assert spm.encode("") == [1]
@@ -90,11 +90,11 @@ def test_beginning_of_text() -> None:
     assert spm.encode("<s>a", special=True) == spm.encode("a")  # not twice
     metadata = {k: v for k, v in byte_metadata().items() if not k.endswith("bos_token_id")}
     with pytest.raises(BadRequest, match="no beginning"):
-        Tokenizer.from_gguf(metadata).encode("a", add_bos=True)
+        Tokenizer.from_metadata(metadata).encode("a", add_bos=True)
 
 
 def test_ends() -> None:
-    tokenizer = Tokenizer.from_gguf(byte_metadata() | {"tokenizer.ggml.eot_token_id": 7})
+    tokenizer = Tokenizer.from_metadata(byte_metadata() | {"tokenizer.ggml.eot_token_id": 7})
     assert tokenizer.ends == {tokenizer.vocab.control["<|endoftext|>"], tokenizer.vocab.control["<|im_end|>"], 7}
 
 
@@ -120,9 +120,9 @@ def test_missing_bytes_vanish_and_are_told() -> None:
     metadata = dict(byte_metadata())
     letter = "ó"  # byte 0xF3, which begins the code points from U+C0000
     tokens = [t if t != letter else "[gone]" for t in metadata["tokenizer.ggml.tokens"]]
-    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.tokens": tokens})
+    tokenizer = Tokenizer.from_metadata(metadata | {"tokenizer.ggml.tokens": tokens})
     assert tokenizer.vocab.missing == {0xF3}
-    assert tokenizer.encode("a\U000e0067b")[1:-1] == Tokenizer.from_gguf(metadata).encode("\U000e0067")[1:]
+    assert tokenizer.encode("a\U000e0067b")[1:-1] == Tokenizer.from_metadata(metadata).encode("\U000e0067")[1:]
 
 
 def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
@@ -157,7 +157,7 @@ def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
 def test_bad_byte_level_metadata(change: dict[str, Any], error: type[Exception], match: str) -> None:
     metadata = dict(byte_metadata()) | {f"tokenizer.ggml.{k}": v for k, v in change.items()}
     with pytest.raises(error, match=match):
-        Tokenizer.from_gguf({k: v for k, v in metadata.items() if v is not None})
+        Tokenizer.from_metadata({k: v for k, v in metadata.items() if v is not None})
 
 
 def test_bad_sentencepiece_metadata() -> None:
@@ -174,11 +174,11 @@ def test_bad_sentencepiece_metadata() -> None:
         ({"tokens": tokens}, "byte token"),
     ):
         with pytest.raises(BadFile, match=match):
-            Tokenizer.from_gguf(good | {f"tokenizer.ggml.{k}": v for k, v in change.items()})
+            Tokenizer.from_metadata(good | {f"tokenizer.ggml.{k}": v for k, v in change.items()})
 
 
 def test_a_long_word_and_a_long_text() -> None:
     """One word of 100,000 letters is a queue, not a square."""
-    tokenizer = Tokenizer.from_gguf(byte_metadata())
+    tokenizer = Tokenizer.from_metadata(byte_metadata())
     for text in ("ab" * 50_000, "the of and " * 9_000):
         assert tokenizer.decode(tokenizer.encode(text)) == text

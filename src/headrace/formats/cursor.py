@@ -29,11 +29,6 @@ class Strings(Sequence[str]):
         """blob: the texts one after the other, UTF-8; ends: where each ends in it."""
         self._blob, self._ends = blob, ends
 
-    @classmethod
-    def of(cls, texts: Sequence[str]) -> Strings:
-        raw = [t.encode() for t in texts]
-        return cls(b"".join(raw), np.cumsum([len(r) for r in raw], dtype=np.int64))
-
     def __len__(self) -> int:
         return len(self._ends)
 
@@ -54,8 +49,7 @@ class Strings(Sequence[str]):
             start = end
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(
-            a == b for a, b in zip(self, other, strict=True))  # fmt: skip
+        return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -10,6 +10,7 @@ that a cache of words answers nearly all of a text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
 _CACHE_WORDS = 1 << 16
@@ -65,42 +66,23 @@ def merge(text: str, ranks: Mapping[str, float], between: str) -> list[str]:
     return [s for s in symbols if s]
 
 
-class WordEncoder:
-    """Words to ids, with a bounded cache. ``ids`` lacks control tokens, so that no word can become one."""
+def word_encoder(
+    ids: Mapping[str, int],
+    ranks: Mapping[str, float],
+    between: str,
+    spell: Callable[[str], list[int]],
+    whole_words: bool = False,
+) -> Callable[[str], list[int]]:
+    """Words to ids, with a bounded cache. ``ids`` lacks control tokens, so that no word can become one.
 
-    def __init__(
-        self,
-        ids: Mapping[str, int],
-        ranks: Mapping[str, float],
-        between: str,
-        spell: Callable[[str], list[int]],
-        whole_words: bool = False,
-    ) -> None:
-        """``spell``: ids of a symbol that is no token. ``whole_words``: a word that is a token isn't merged."""
-        self._ids = ids
-        self._ranks = ranks
-        self._between = between
-        self._spell = spell
-        self._whole = whole_words
-        self._cache: dict[str, list[int]] = {}
+    ``spell``: ids of a symbol that is no token. ``whole_words``: a word that is a token isn't merged.
+    """
 
-    def __call__(self, word: str) -> list[int]:
-        known = self._cache.get(word)
-        if known is not None:
-            return known
-        out: list[int] = []
-        whole = self._ids.get(word) if self._whole else None
-        if whole is not None:
-            out.append(whole)
-        else:
-            for symbol in merge(word, self._ranks, self._between):
-                i = self._ids.get(symbol)
-                if i is None:
-                    out += self._spell(symbol)
-                else:
-                    out.append(i)
-        if len(word) <= _CACHE_CHARS:
-            if len(self._cache) >= _CACHE_WORDS:
-                self._cache.clear()
-            self._cache[word] = out
-        return out
+    def fresh(word: str) -> list[int]:
+        if whole_words and word in ids:
+            return [ids[word]]
+        symbols = merge(word, ranks, between)
+        return [i for s in symbols for i in ((ids[s],) if s in ids else spell(s))]
+
+    known = lru_cache(_CACHE_WORDS)(fresh)
+    return lambda word: known(word) if len(word) <= _CACHE_CHARS else fresh(word)

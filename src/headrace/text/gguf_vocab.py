@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -63,7 +63,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocab:
         del tokens.ids[special]
     encode, missing = kinds.byte_level_encoder(tokens.ids, _strings(metadata, "merges"), kind)
     piece = kinds.byte_level_piece(tokens.names.__getitem__, tokens.literal)
-    return replace(_finish(metadata, tokens, encode, piece, kind.add_bos, {}), missing=missing)
+    vocab = Vocab(len(tokens.names), encode, piece, tokens.control, tokens.user, missing=missing)
+    return _finish(metadata, vocab, kind.add_bos, {})
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocab:
@@ -83,43 +84,25 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocab:
     prefix = _get(metadata, "add_space_prefix", bool, True)
     encode = kinds.sentencepiece_encoder(tokens.ids, ranks, [back.get(b, unk) for b in range(256)], prefix)
     piece = kinds.sentencepiece_piece(tokens.names.__getitem__, tokens.literal, byte_of)
-    return replace(
-        _finish(metadata, tokens, encode, piece, True, {"bos": 1, "eos": 2, "unknown": 0}), space_prefix=prefix
-    )
+    vocab = Vocab(size, encode, piece, tokens.control, tokens.user, space_prefix=prefix)
+    return _finish(metadata, vocab, True, {"bos": 1, "eos": 2, "unknown": 0})
 
 
-def _finish(
-    metadata: Mapping[str, Any],
-    tokens: _Tokens,
-    encode: kinds.Encode,
-    piece: Callable[[int], bytes],
-    add_bos: bool,
-    defaults: Mapping[str, int],
-) -> Vocab:
-    size = len(tokens.names)
-    special = {
-        k: _token(metadata, k, size, defaults.get(k)) for k in ("bos", "eos", "eot", "eom", "unknown", "padding")
-    }
+def _finish(metadata: Mapping[str, Any], vocab: Vocab, add_bos: bool, defaults: Mapping[str, int]) -> Vocab:
+    """With what metadata says of special tokens."""
+    names = ("bos", "eos", "eot", "eom", "unknown", "padding")
+    special = {k: _token(metadata, k, vocab.size, defaults.get(k)) for k in names}
     add_bos = _get(metadata, "add_bos_token", bool, add_bos)
     if add_bos and special["bos"] is None:
         raise BadFile("tokenizer.ggml.add_bos_token is set but bos_token_id isn't; get the file again.")
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise BadFile(f"tokenizer.chat_template is a {type(template).__name__}, not a string; get the file again.")
-    return Vocab(
-        size=size,
-        encode=encode,
-        piece=piece,
-        control=tokens.control,
-        user=tokens.user,
-        bos=special["bos"],
-        eos=special["eos"],
-        unk=special["unknown"],
-        pad=special["padding"],
-        ends=end_ids(tokens.control, {i for k in ("eos", "eot", "eom") if (i := special[k]) is not None}),
-        add_bos=add_bos,
-        template=template,
-    )
+    given = {i for k in ("eos", "eot", "eom") if (i := special[k]) is not None}
+    return replace(
+        vocab, bos=special["bos"], eos=special["eos"], unk=special["unknown"], pad=special["padding"],
+        ends=end_ids(vocab.control, given), add_bos=add_bos, template=template,
+    )  # fmt: skip
 
 
 def _get(metadata: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:

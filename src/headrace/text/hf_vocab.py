@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,19 +109,13 @@ def _from_library(folder: _Folder) -> Vocab:
     library.encode_special_tokens = True
     names = {t.content for t in special}
     control = {t.content: i for i, t in added.items() if t.content in names}
-    size = library.get_vocab_size(with_added_tokens=True)
-    highest = max([size - 1, *added])
-    return _finish(
-        folder,
-        size=highest + 1,
-        encode=_library_encoder(library),
-        piece=_library_piece(library, set(added), set(control.values()), path),
-        control=control,
-        strip={control[t.content]: (t.lstrip, t.rstrip) for t in special if t.lstrip or t.rstrip},
-        ids={name: i for name in _special_names(folder) if (i := library.token_to_id(name)) is not None},
-        adds=library.encode("", add_special_tokens=True).ids[:1],
-        space_prefix=_writes_space(library),
-    )
+    size = max([library.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
+    piece = _library_piece(library, set(added), set(control.values()), path)
+    strip = {control[t.content]: (t.lstrip, t.rstrip) for t in special if t.lstrip or t.rstrip}
+    space = _writes_space(library)
+    vocab = Vocab(size, _library_encoder(library), piece, control, strip=strip, space_prefix=space)
+    ids = {name: i for name in _special_names(folder) if (i := library.token_to_id(name)) is not None}
+    return _finish(folder, vocab, ids, library.encode("", add_special_tokens=True).ids[:1])
 
 
 def _library_encoder(library: tokenizers.Tokenizer) -> kinds.Encode:
@@ -135,13 +129,7 @@ def _library_encoder(library: tokenizers.Tokenizer) -> kinds.Encode:
         rest = Tokenizer.from_str(library.to_str())
         rest.encode_special_tokens = True
         rest.pre_tokenizer = Metaspace(state["replacement"], "never", state["split"])
-    started = [library, rest]
-
-    def encode(text: str, start: bool) -> list[int]:
-        ids: list[int] = started[0 if start else 1].encode(text, add_special_tokens=False).ids
-        return ids
-
-    return encode
+    return lambda text, start: list((library if start else rest).encode(text, add_special_tokens=False).ids)
 
 
 def _library_piece(
@@ -167,17 +155,15 @@ def _library_piece(
 
 def _writes_space(library: tokenizers.Tokenizer) -> bool:
     """Whether decoding drops a first space: a Strip step, or a Metaspace that prepends one."""
-    for s in _steps(library.decoder):
-        if s.get("type") == "Strip" and s.get("content") == " " and s.get("start"):
-            return True
-        if s.get("type") == "Metaspace" and s.get("prepend_scheme") != "never":
-            return True
-    return False
+    return any(
+        (s.get("type") == "Strip" and s.get("content") == " " and s.get("start"))
+        or (s.get("type") == "Metaspace" and s.get("prepend_scheme") != "never")
+        for s in _steps(library.decoder)
+    )
 
 
 def _state(part: Any) -> dict[str, Any]:
-    state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
-    return state
+    return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
@@ -205,63 +191,33 @@ def _from_merges(folder: _Folder) -> Vocab:
     by_id = {i: n for n, i in ids.items()}
     lines = _read(folder.files["merges.txt"]).splitlines()
     merges = [m for m in lines if m and not m.startswith("#version")]
-    encode, _ = kinds.byte_level_encoder(
-        {n: i for n, i in ids.items() if n not in control}, merges, kinds.PRE_KINDS[pre]
-    )
-    return _finish(
-        folder,
-        size=max(by_id) + 1,
-        encode=encode,
-        piece=kinds.byte_level_piece(lambda i: by_id.get(i, ""), {*control.values(), *user.values()}),
-        control=control,
-        user=user,
-        ids=ids,
-    )
+    ordinary = {n: i for n, i in ids.items() if n not in control}
+    encode, _ = kinds.byte_level_encoder(ordinary, merges, kinds.PRE_KINDS[pre])
+    piece = kinds.byte_level_piece(lambda i: by_id.get(i, ""), {*control.values(), *user.values()})
+    return _finish(folder, Vocab(max(by_id) + 1, encode, piece, control, user), ids)
 
 
-def _finish(
-    folder: _Folder,
-    *,
-    size: int,
-    encode: kinds.Encode,
-    piece: Callable[[int], bytes],
-    control: Mapping[str, int],
-    ids: Mapping[str, int],
-    user: Mapping[str, int] | None = None,
-    strip: Mapping[int, tuple[bool, bool]] | None = None,
-    adds: Iterable[int] = (),
-    space_prefix: bool = False,
-) -> Vocab:
+def _finish(folder: _Folder, vocab: Vocab, ids: Mapping[str, int], adds: Iterable[int] = ()) -> Vocab:
+    """With what the folder says of special tokens. ids: of their names; adds: what the library begins a text with."""
+
     def token(name: str) -> int | None:
         text = folder.special(f"{name}_token")
         if text is not None and text in ids:
             return ids[text]
         given = folder.numbers(f"{name}_token_id")
-        return given[0] if given and given[0] < size else None
+        return given[0] if given and given[0] < vocab.size else None
 
     bos, eos = token("bos"), token("eos")
-    given = {i for i in (eos, *folder.numbers("eos_token_id")) if i is not None and i < size}
+    given = {i for i in (eos, *folder.numbers("eos_token_id")) if i is not None and i < vocab.size}
     add_bos = folder.flag("add_bos_token")
     if add_bos is None:
         add_bos = bos is not None and list(adds) == [bos]
     if add_bos and bos is None:
         raise BadFile("tokenizer_config.json sets add_bos_token but names no bos_token; download the folder again.")
-    return Vocab(
-        size=size,
-        encode=encode,
-        piece=piece,
-        control=control,
-        user=user or {},
-        strip=strip or {},
-        bos=bos,
-        eos=eos,
-        unk=token("unk"),
-        pad=token("pad"),
-        ends=end_ids(control, given),
-        add_bos=add_bos,
-        space_prefix=space_prefix,
-        template=folder.template(),
-    )
+    return replace(
+        vocab, bos=bos, eos=eos, unk=token("unk"), pad=token("pad"), ends=end_ids(vocab.control, given),
+        add_bos=add_bos, template=folder.template(),
+    )  # fmt: skip
 
 
 def _special_names(folder: _Folder) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import BadRequest
-from headrace.text.bpe import WordEncoder, byte_alphabet
+from headrace.text.bpe import byte_alphabet, word_encoder
 
 SPACE = "\u2581"
 """SentencePiece's visible space."""
@@ -72,12 +72,8 @@ def word_splitter(patterns: Sequence[str]) -> Callable[[str], list[str]]:
     from tokenizers.pre_tokenizers import ByteLevel, Split
     from tokenizers.pre_tokenizers import Sequence as Chain
 
-    chain = Chain(
-        [
-            *(Split(Regex(p), "isolated") for p in patterns),
-            ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    cuts = [Split(Regex(p), "isolated") for p in patterns]
+    chain = Chain([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
     return lambda text: [word for word, _ in chain.pre_tokenize_str(text)]
 
 
@@ -88,14 +84,11 @@ def byte_level_encoder(ids: Mapping[str, int], merges: Sequence[str], kind: PreK
     """
     # The first of equal merges counts, hence backwards.
     ranks: dict[str, float] = dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
-    words = WordEncoder(ids, ranks, " ", lambda s: [ids[c] for c in s if c in ids], kind.whole_words)
+    words = word_encoder(ids, ranks, " ", lambda s: [ids[c] for c in s if c in ids], kind.whole_words)
     split = word_splitter(kind.patterns)
 
     def encode(text: str, start: bool) -> list[int]:
-        out: list[int] = []
-        for word in split(text):
-            out += words(word)
-        return out
+        return [i for word in split(text) for i in words(word)]
 
     return encode, frozenset(b for b, c in byte_alphabet().items() if c not in ids)
 
@@ -131,7 +124,7 @@ def sentencepiece_encoder(
             raise BadRequest(f"This model's vocabulary has no token for {symbol!r}: leave it out.")
         return found
 
-    words = WordEncoder(ids, ranks, "", spell)
+    words = word_encoder(ids, ranks, "", spell)
     # No token reaches over the start of a word in most vocabularies; then words encode one by one.
     crosses = re.search(f"[^{SPACE}\0]{SPACE}", "\0".join(ids)) is not None
     cut = re.compile(f"(?<=[^{SPACE}])(?={SPACE})")
@@ -139,10 +132,7 @@ def sentencepiece_encoder(
     def encode(text: str, start: bool) -> list[int]:
         # After a control token too, as at the start: SentencePiece sees each piece as a text of its own.
         text = (" " + text if prefix else text).replace(" ", SPACE)
-        out: list[int] = []
-        for word in [text] if crosses else cut.split(text):
-            out += words(word)
-        return out
+        return [i for word in ([text] if crosses else cut.split(text)) for i in words(word)]
 
     return encode
 

@@ -62,14 +62,9 @@ class ChatTemplate:
         if len(self.source) > _MOST_SOURCE:
             raise BadFile(f"The chat template has {len(self.source):,} characters; at most {_MOST_SOURCE:,} are read.")
         self._lock = threading.Lock()
+        special = {"bos": tokenizer.bos, "eos": tokenizer.eos, "unk": tokenizer.unk, "pad": tokenizer.pad}
         self._names = {
-            f"{name}_token": tokenizer.decode([i], special=True) if i is not None else ""
-            for name, i in (
-                ("bos", tokenizer.bos),
-                ("eos", tokenizer.eos),
-                ("unk", tokenizer.unk),
-                ("pad", tokenizer.pad),
-            )
+            f"{name}_token": "" if i is None else tokenizer.decode([i], special=True) for name, i in special.items()
         }
         # Imported here: a run without a chat needs no jinja2.
         from jinja2.exceptions import TemplateError

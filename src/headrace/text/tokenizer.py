@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.errors import BadFile, BadRequest
+from headrace.text import gguf_vocab, hf_vocab
 from headrace.text.vocab import Vocab
 
 _PREFIX = 3
@@ -74,23 +75,10 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From a GGUF file's metadata: key to value, arrays as lists or NumPy arrays. Raises BadFile, Unsupported."""
-        from headrace.text.gguf_vocab import read_vocab
-
-        return cls(read_vocab(metadata))
-
-    @classmethod
-    def from_hf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From what ``formats`` tells of a Hugging Face folder. Raises BadFile, Unsupported."""
-        from headrace.text.hf_vocab import read_vocab
-
-        return cls(read_vocab(metadata))
-
-    @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From ``ModelFile.metadata`` of either kind."""
-        return cls.from_hf(metadata) if "config" in metadata else cls.from_gguf(metadata)
+        """From ``ModelFile.metadata``, of a GGUF file or a Hugging Face folder. Raises BadFile, Unsupported."""
+        reader = hf_vocab if {"config", "files"} & metadata.keys() else gguf_vocab
+        return cls(reader.read_vocab(metadata))
 
     def check_model(self, rows: int) -> None:
         """Raise BadFile if the model's vocabulary (``rows`` embeddings) is smaller than this; more is padding."""

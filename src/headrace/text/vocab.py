@@ -37,24 +37,8 @@ class Vocab:
     """The chat template, jinja2 source."""
 
 
-END_NAMES = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "</s>",
-    "<eos>",
-    "<|eom_id|>",
-    "<EOT>",
-    "[EOT]",
-    "[EOS]",
-    "<|end_of_text|>",
-    "<end_of_utterance>",
-    "<｜end▁of▁sentence｜>",
-)
+END_NAMES = """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <eos> <|eom_id|> <EOT>
+    [EOT] [EOS] <|end_of_text|> <end_of_utterance> <｜end▁of▁sentence｜>""".split()  # noqa: SIM905
 """Control tokens that end a turn or a text in some family, named in no metadata key (collected from model cards)."""
 
 
