@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 
 from headrace.cluster import handshake, message
-from headrace.cluster.handshake import Control, Failure, Hello, Ping, Plan, Stop, difference, threads_each
+from headrace.cluster.handshake import Control, Failure, Hello, Look, Ping, Plan, Seen, Stop, difference, threads_each
 from headrace.cluster.members import CONTROL, Arrival, Member, MpiHead
 from headrace.cluster.message import Limits, Message
 from headrace.errors import BadMessage, HeadraceError, Lost
@@ -72,12 +72,14 @@ class NetLink:
         self.gone = ""
         self.limits: dict[int, Limits] = {}
         self.inbox: deque[Arrival] = deque()
+        self.sent: Counter[tuple[int, str]] = Counter()
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.hosts[rank]}"
 
     def send(self, rank: int, to: int, what: Message | Control) -> None:
         data = handshake.pack(what) if to == CONTROL else message.pack(what)  # type: ignore[arg-type]
+        self.sent[to, "bytes"] += len(data)
         self.net.fly(self.rank, rank, to, data)
 
     def arrive(self, source: int, to: int, data: bytearray) -> None:
@@ -194,7 +196,8 @@ def test_messages_for_the_wrong_address_are_refused(model: Model) -> None:
 
 HELLO = Hello("0.1", "ab", "", (16, 16), "0.5,0.5", (0, 1))
 CONTROLS: list[Control] = [
-    HELLO, Plan((0, 2), (2, 5), (1, 2), 64, 512, 2, 1), Stop(2), Failure("the disk é"), Ping()
+    HELLO, Plan((0, 2), (2, 5), (1, 2), 64, 512, 2, 1), Stop(2), Failure("the disk é"), Ping(), Look(),
+    Seen(9, (1, 500), (2, 80), (1, 0, 3, 4, 1, 0, 2), (), 0),
 ]  # fmt: skip
 
 

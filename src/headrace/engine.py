@@ -25,8 +25,9 @@ from headrace.errors import BadRequest, HeadraceError, Unavailable
 from headrace.kernels.cpu import CpuDevice
 from headrace.memory.weights import Resident
 from headrace.options import Options
-from headrace.results import Completion, Figures, Job, Piece
+from headrace.results import Completion, Figures, Job, Piece, Totals
 from headrace.run.head import Head
+from headrace.run.trace import Recorder, chrome_trace
 from headrace.run.types import Emit, Finish, Forget, Request, Sampling, Submit, Withdraw
 from headrace.setup import Parts, build
 from headrace.text.stream import StopMatcher, Stream
@@ -152,6 +153,26 @@ class Engine:
         ends = itertools.accumulate(buffer.nbytes for buffer in weights.buffers)
         some = [buffer for buffer, end in zip(weights.buffers, ends, strict=True) if end - buffer.nbytes < 1 << 30]
         return device.bandwidth(some)
+
+    def watch(self, trace: bool = False) -> None:
+        """Look at what is computed from now on: for ``totals``, and with ``trace`` at every run."""
+        self.parts.loop.watch(Recorder(trace, time.monotonic))
+
+    def totals(self) -> Totals | None:
+        """Sums over all ranks since ``watch``; None when nothing is watched. Raises Lost."""
+        loop = self.parts.loop
+        seen = loop.look()
+        if seen is None:
+            return None
+        counts, stages = self.head.counts, range(loop.targets)
+        hops = tuple(sum(n for (_, to), n in seen.hops.items() if to == i) for i in stages[1:])
+        busy = tuple(seen.busy[i] for i in stages)
+        return Totals(counts.launched, counts.accepted, counts.cancelled, busy, hops)
+
+    def trace(self) -> str:
+        """What ``watch(trace=True)`` saw, as ``run.trace.chrome_trace`` writes it. Raises Lost."""
+        seen = self.parts.loop.look()
+        return chrome_trace(seen or Recorder(), self.parts.loop.names(), self.parts.loop.targets)
 
     def close(self) -> None:
         """Cancel what is under way and give the memory back. Nothing happens the second time, or after a fork."""

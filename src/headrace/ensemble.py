@@ -31,6 +31,7 @@ from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Stage
+from headrace.run.trace import Recorder
 from headrace.setup import Parts
 from headrace.text.tokenizer import Tokenizer
 
@@ -147,16 +148,17 @@ def lead(path: Path, options: Options, link: Link) -> Parts:
     return team.parts
 
 
-def serve(find: Callable[[], Path], options: Options, link: Link) -> int:
+def serve(find: Callable[[], Path], options: Options, link: Link, trace: bool = False) -> int:
     """Any other rank, from hello to goodbye; returns the exit status the head gives. Its own failures go to the head.
 
-    find: the model's path, asked for once the head has it. Raises Lost when there is no head to tell.
+    find: the model's path, asked for once the head has it. trace: keep all that is seen, for the head to ask for.
+    Raises Lost when there is no head to tell.
     """
     try:
         while True:
             try:
                 _gather(link, Begin, [0])
-                return _serve(find(), options, link)
+                return _serve(find(), options, link, trace)
             except Lost:
                 if not link.reform():
                     raise
@@ -180,7 +182,7 @@ def serve(find: Callable[[], Path], options: Options, link: Link) -> int:
     return 2
 
 
-def _serve(path: Path, options: Options, link: Link) -> int:
+def _serve(path: Path, options: Options, link: Link, trace: bool) -> int:
     file = open_file(path, options)
     try:
         model = load_model(file)
@@ -191,6 +193,7 @@ def _serve(path: Path, options: Options, link: Link) -> int:
             number = link.rank
             link.limits[number] = _limits(model, plan, number)
             member = Member(link, _ranks(plan), number, (mine.stage, mine.computer), plan.targets)
+            member.watch(Recorder(trace, time.monotonic))
             link.send(0, CONTROL, Ready(sum(model.layers[i].nbytes for i in _own(plan, link.rank))))
             return member.serve()
         finally:

@@ -48,6 +48,38 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Totals:
+    """Since the engine was watched, over all ranks. launched, accepted, cancelled: guesses. busy: seconds each stage of
+    the target computed; hops: bytes sent to each of them after the first, runs and cancels."""
+
+    launched: int
+    accepted: int
+    cancelled: int
+    busy: tuple[float, ...]
+    hops: tuple[int, ...] = ()
+
+    def since(self, before: Totals | None) -> Totals:
+        """What has come since; all of it when a loss made the ranks begin again."""
+        if before is None or len(before.busy) != len(self.busy) or self.launched < before.launched:
+            return self
+        return Totals(
+            self.launched - before.launched,
+            self.accepted - before.accepted,
+            self.cancelled - before.cancelled,
+            tuple(max(0.0, a - b) for a, b in zip(self.busy, before.busy, strict=True)),
+            tuple(max(0, a - b) for a, b in zip(self.hops, before.hops, strict=True)),
+        )
+
+    def bubble(self, seconds: float) -> float:
+        """Share of that time in which the stages had nothing to compute, over all of them."""
+        return max(0.0, 1.0 - sum(self.busy) / (seconds * len(self.busy))) if seconds > 0 else 0.0
+
+    def hop_bytes(self, tokens: int) -> float | None:
+        """Bytes a token a hop; None where there are no hops."""
+        return sum(self.hops) / len(self.hops) / max(tokens, 1) if self.hops else None
+
+
+@dataclass(frozen=True)
 class Completion:
     """A finished request. finish: "end", "length", "stop", "error" or "cancelled"."""
 

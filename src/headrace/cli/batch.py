@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.generation import interruptible, load
-from headrace.cli.options import add_model
+from headrace.cli.generation import interruptible, load, seen, write_trace
+from headrace.cli.options import add_model, add_trace
 from headrace.cli.parser import whole
 from headrace.cli.show import human, note
 from headrace.store import known
 
 if TYPE_CHECKING:
+    from headrace.engine import Engine
     from headrace.jobs.batch import Report
 
 FAILED = 1
@@ -40,6 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", type=whole(1), default=1, help="most runs that pass a layer while it is held (default: 1)"
     )
+    add_trace(parser)
     add_model(parser)
 
 
@@ -81,6 +83,12 @@ def names_of(given: str | None, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for n in (name, text, str(path), path.name, path.stem) if n))
 
 
+def seen_by(engine: Engine, report: Report, seconds: float) -> list[str]:
+    """The summary of guesses and stages, where there are some."""
+    totals = engine.totals()
+    return seen(totals, seconds, max(1, report.tokens)) if totals else []
+
+
 def run(args: argparse.Namespace) -> int:
     """Compute the job; 0 when every row was answered, 1 when some became error rows."""
     from headrace.jobs.batch import Batch
@@ -92,11 +100,14 @@ def run(args: argparse.Namespace) -> int:
         try:
             with interruptible(batch):
                 report = batch.run()
+            told = seen_by(engine, report, report.seconds)
         except KeyboardInterrupt:
             note("\nstopped; the same command goes on from here")
             raise
+        finally:
+            write_trace(args, engine)
     if progress.live:
         note("")
     done_before = report.resumed == report.total
-    note(f"{args.output} is there already, complete" if done_before else line(report))
+    note(f"{args.output} is there already, complete" if done_before else ", ".join([line(report), *told]))
     return FAILED if report.failed else 0

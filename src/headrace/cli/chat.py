@@ -14,6 +14,7 @@ from headrace.run.types import Sampling
 
 if TYPE_CHECKING:
     from headrace.engine import Engine
+    from headrace.results import Totals
     from headrace.text.template import ChatTemplate
 
 HELP = """/reset        forget the conversation (the system message stays)
@@ -31,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "In the conversation /help lists the commands."
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before everything")
+    options.add_trace(parser)
     options.add_model(parser)
     options.add_sampling(parser)
 
@@ -42,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
     with g.load(args) as engine:
         from headrace.text.template import ChatTemplate
 
-        Conversation(engine, ChatTemplate(engine.tokenizer), args, sampling).talk()
+        try:
+            Conversation(engine, ChatTemplate(engine.tokenizer), args, sampling).talk()
+        finally:
+            g.write_trace(args, engine)
     return 0
 
 
@@ -53,6 +58,7 @@ class Conversation:
         self.engine, self.template, self.args, self.sampling = engine, template, args, sampling
         self.start = [{"role": "system", "content": args.system}] if args.system is not None else []
         self.messages = list(self.start)
+        self.totals: Totals | None = None
 
     def talk(self) -> None:
         """Until the end of input. An error of one turn is told and the conversation goes on."""
@@ -109,7 +115,9 @@ class Conversation:
                 print(piece.text, end="", flush=True)
         print(flush=True)
         g.require_numbers(finish)
-        note(g.dim(g.figures_line(self.engine.figures(), None, finish)))
+        totals = self.engine.totals()
+        since, self.totals = totals.since(self.totals) if totals else None, totals
+        note(g.dim(g.figures_line(self.engine.figures(), None, finish, since)))
         if any(answer):
             self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 

@@ -22,6 +22,7 @@ from headrace.store.find import find
 if TYPE_CHECKING:
     from headrace.engine import Engine, Figures, Piece
     from headrace.options import Options
+    from headrace.results import Totals
 
 MAX_PROMPT = 64 << 20
 """Bytes of a prompt file: past any context, and a wrong file is noticed before it fills the memory."""
@@ -31,11 +32,16 @@ PATIENCE = 1.0
 
 def load(args: argparse.Namespace, **more: Any) -> Engine:
     """The engine that ``options.add_model``'s options describe; the model is fetched first when it has to be."""
+    if args.trace and not args.trace.parent.is_dir():
+        raise BadRequest(f"{args.trace}: there is no such folder for the trace; make it first.")
     path = find_model(args)
     from headrace.engine import load  # the heavy part: after anything that can fail early
 
     with waiting(f"loading {path.name}"):
-        return load(path, machine_of(args), link=args.link, **more)
+        engine = load(path, machine_of(args), link=args.link, **more)
+    if args.trace or engine.parts.loop.targets > 1 or engine.parts.loop.drafting:
+        engine.watch(bool(args.trace))
+    return engine
 
 
 def find_model(args: argparse.Namespace) -> Path:
@@ -197,7 +203,7 @@ def weight_rate(figures: Figures) -> float:
     return figures.decode_rate * figures.weight_bytes
 
 
-def figures_line(figures: Figures, bandwidth: float | None, finish: str) -> str:
+def figures_line(figures: Figures, bandwidth: float | None, finish: str, totals: Totals | None = None) -> str:
     """One line, honest: what was waited for, both rates, and how near decoding came to what the memory can give."""
     new = figures.prompt_tokens - figures.reused_tokens
     parts = [f"prompt {new} tokens" + (f" (+{figures.reused_tokens} cached)" if figures.reused_tokens else "")]
@@ -208,13 +214,36 @@ def figures_line(figures: Figures, bandwidth: float | None, finish: str) -> str:
     if figures.decode_rate and bandwidth:
         rate = weight_rate(figures)
         parts.append(f"weights {human(rate)}/s, {100 * rate / bandwidth:.0f}% of {human(bandwidth)}/s measured")
+    if totals is not None:
+        parts += seen(totals, figures.last - figures.started, figures.tokens)
     ends = {"length": "cut by -n or the context", "stop": "ended by --stop", "cancelled": "interrupted"}
     if finish in ends:
         parts.append(ends[finish])
     return " · ".join(parts)
 
 
-def figures_json(figures: Figures, bandwidth: float | None) -> dict[str, float | int | None]:
+def seen(totals: Totals, seconds: float, tokens: int) -> list[str]:
+    """Parts of a line: guesses, bubbles and bytes, where there were guesses or several stages."""
+    parts = []
+    if totals.launched:
+        parts.append(f"guesses: {totals.launched} launched, {totals.accepted} accepted, {totals.cancelled} cancelled")
+    if totals.launched or totals.hops:
+        parts.append(f"bubble {100 * totals.bubble(seconds):.0f}%")
+    sent = totals.hop_bytes(tokens)
+    return parts if sent is None else [*parts, f"{human(sent)} a token a hop"]
+
+
+def figures_json(
+    figures: Figures, bandwidth: float | None, totals: Totals | None = None
+) -> dict[str, float | int | None]:
+    t, seconds = totals, figures.last - figures.started
+    more: dict[str, float | int | None] = {} if t is None else {
+        "guesses_launched": t.launched,
+        "guesses_accepted": t.accepted,
+        "guesses_cancelled": t.cancelled,
+        "bubble_share": t.bubble(seconds),
+        "hop_bytes_per_token": t.hop_bytes(figures.tokens),
+    }  # fmt: skip
     return {
         "prompt_tokens": figures.prompt_tokens,
         "cached_tokens": figures.reused_tokens,
@@ -226,7 +255,14 @@ def figures_json(figures: Figures, bandwidth: float | None) -> dict[str, float |
         "weight_bytes_per_s": weight_rate(figures),
         "bandwidth_bytes_per_s": bandwidth,
         "peak_rss_bytes": system.peak_rss(),
+        **more,
     }
+
+
+def write_trace(args: argparse.Namespace, engine: Engine) -> None:
+    """What ``--trace`` asks for."""
+    if args.trace:
+        args.trace.write_text(engine.trace(), encoding="utf-8")
 
 
 def dim(text: str) -> str:

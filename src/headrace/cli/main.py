@@ -48,7 +48,7 @@ def parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
         prog="headrace", description=DESCRIPTION, epilog="`headrace COMMAND --help` tells more about a command."
     )
     top.add_argument("--version", action="version", version=f"headrace {__version__}")
-    top.set_defaults(link=None)  # this rank's place among several (cli/ranks.py)
+    top.set_defaults(link=None, trace=None)  # link: this rank's place among several (cli/ranks.py)
     group = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for name, line in COMMANDS.items():
         sub = group.add_parser(name, help=line)

@@ -40,6 +40,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_machine(group)
 
 
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "write what every stage did (compute, wait, network, bubble, wasted guesses) for ui.perfetto.dev, JSON, also "
+        "over several ranks"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=text)
+
+
 def add_machine(group: argparse._ActionsContainer) -> None:
     """What a model may use of the machine."""
     threads = "threads that compute (default: one per core); under mpirun also a list, one number for each rank"

@@ -13,7 +13,7 @@ from headrace.cli.parser import BadUsage
 from headrace.cli.show import EXIT_ERROR, EXIT_INTERRUPTED, tell
 from headrace.errors import HeadraceError, Unavailable
 
-TOGETHER = ("run", "chat", "batch", "bench")
+TOGETHER = ("run", "speculative", "chat", "batch", "bench")
 """Commands that a model over several ranks can do."""
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, command: ModuleType) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         args.link = link
-        return serve(lambda: generation.find_model(args), generation.machine_of(args), link)
+        return serve(lambda: generation.find_model(args), generation.machine_of(args), link, bool(args.trace))
 
 
 def _lead(args: argparse.Namespace, command: ModuleType) -> int:

@@ -43,6 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     style.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt (with a chat template)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
+    options.add_trace(parser)
     options.add_model(parser)
     options.add_sampling(parser)
 
@@ -53,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
     with g.load(args, sequences=1) as engine:
         ids = encode(engine, args, prompt, system)
         text, finish = _stream(engine, args, ids, sampling, stops)
-        figures, bandwidth = engine.figures(), engine.bandwidth()
+        figures, bandwidth, totals = engine.figures(), engine.bandwidth(), engine.totals()
+        g.write_trace(args, engine)
     g.require_numbers(finish)
     if args.json:
-        answer = {"text": text, "finish": finish, "figures": g.figures_json(figures, bandwidth)}
+        answer = {"text": text, "finish": finish, "figures": g.figures_json(figures, bandwidth, totals)}
         print(json.dumps(answer, ensure_ascii=False, indent=1))
     else:
-        note(g.dim(g.figures_line(figures, bandwidth, finish)))
+        note(g.dim(g.figures_line(figures, bandwidth, finish, totals)))
     return INTERRUPTED if finish == "cancelled" else 0
 
 

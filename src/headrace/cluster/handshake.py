@@ -81,9 +81,31 @@ class Ping:
     """Nothing, but the sender is alive."""
 
 
-Control: TypeAlias = Begin | Hello | Plan | Ready | Stop | Failure | Ping
+@dataclass(frozen=True)
+class Look:
+    """Head to each rank: tell what you have seen (``run.trace``)."""
 
-_KINDS: dict[int, type[Any]] = {16: Hello, 17: Plan, 18: Ready, 19: Stop, 20: Failure, 21: Ping, 22: Begin}
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank to the head, in parts. now: its clock. busy: stage and time computed so far, hops: stage and bytes sent
+    to it so far, in turns. spans, visits: the fields of those since the last time, one after the other. more: parts
+    that follow. Times in microseconds.
+    """
+
+    now: int
+    busy: tuple[int, ...]
+    hops: tuple[int, ...]
+    spans: tuple[int, ...]
+    visits: tuple[int, ...]
+    more: int
+
+
+Control: TypeAlias = Begin | Hello | Plan | Ready | Stop | Failure | Ping | Look | Seen
+
+_KINDS: dict[int, type[Any]] = {
+    16: Hello, 17: Plan, 18: Ready, 19: Stop, 20: Failure, 21: Ping, 22: Begin, 23: Look, 24: Seen,
+}  # fmt: skip
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
+from headrace.run.trace import Recorder
 from headrace.run.types import (
     Cancel,
     Committed,
@@ -63,7 +64,14 @@ class Carrier:
         self.drafts = drafts
         self.drafter = drafter
         self.clock = clock
+        self.seen: Recorder | None = None
         self._queue: deque[tuple[int, Event]] = deque()
+
+    def watch(self, seen: Recorder) -> None:
+        """Let everything here be seen from now on."""
+        self.seen = seen
+        here = enumerate(self.stages, self.first)
+        self.stages = [(seen.stage(stage, at), seen.computer(computer, at)) for at, (stage, computer) in here]
 
     def post(self, to: int, event: Event) -> None:
         """Send a message; a cancel overtakes runs."""
@@ -144,6 +152,18 @@ class Loopback(Carrier):
             self.turn()
         out, self._out = self._out, []
         return out
+
+    def watch(self, seen: Recorder) -> None:
+        super().watch(seen)
+        self.head.policy = seen.policy(self.head.policy)
+
+    def look(self) -> Recorder | None:
+        """What was seen so far, wherever stages are."""
+        return self.seen
+
+    def names(self) -> list[str]:
+        """Of all stages, the target's first, as a trace shows them."""
+        return [f"stage {i}" for i in range(self.targets)] + ["drafter"] * self.drafts
 
     def close(self) -> None:
         """Nothing is held here."""

@@ -7,17 +7,19 @@ first stage. Every rank looks at what has come before each step, so a cancel is 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from headrace.cluster.handshake import Control, Failure, Stop
+from headrace.cluster.handshake import Control, Failure, Look, Seen, Stop
 from headrace.cluster.loopback import Carrier, Clock, Drafter, Event, Loopback
 from headrace.cluster.message import Limits, Message
+from headrace.cluster.seen import heard, told
 from headrace.errors import BadMessage, HeadraceError, Lost
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
+from headrace.run.trace import Recorder
 from headrace.run.types import (
     Cancel,
     Committed,
@@ -53,6 +55,7 @@ class Link(Protocol):
     origins: tuple[int, ...]
     gone: str
     limits: dict[int, Limits]
+    sent: Counter[tuple[int, str]]
 
     @property
     def rank(self) -> int: ...
@@ -129,6 +132,10 @@ class MpiHead(Routed, Loopback):
         self.targets, self.drafting = targets, drafting or drafter is not None
         self.recover = recover
         self._failure: HeadraceError | None = None
+        self._silent: set[int] = set()
+        """Ranks that haven't told all they have seen."""
+        self._asked = 0.0
+        self._ahead: dict[int, float] = {}
 
     @property
     def idle(self) -> bool:
@@ -184,10 +191,50 @@ class MpiHead(Routed, Loopback):
         asked = [event for to, event in queue if to == self.HEAD and isinstance(event, Submit | Withdraw | Forget)]
         self.ranks, self.head, self.stages, self.targets = ranks, head, list(stages), targets
         self._queue = deque((self.HEAD, event) for event in (*again, *map(Submit, before.waiting), *asked))
+        self._silent = set()
+        if self.seen is not None:
+            self.watch(self.seen.anew())
+
+    def look(self) -> Recorder | None:
+        """What all ranks have seen; asks them. Raises Lost when one is and there is no going on without it."""
+        if self.seen is None:
+            return None
+        self._silent, self._asked, self._ahead = {*self.ranks.values()} - {self.link.rank}, self.clock(), {}
+        for rank in self._silent:
+            self.link.send(rank, CONTROL, Look())
+        while self._silent:
+            try:
+                self.take()
+                if self._silent:
+                    self.link.wait(NAP)
+            except Lost as error:
+                if self.recover is None or not self.recover(error):
+                    raise
+        mine = {(self.link.rank, to): n for (to, what), n in self.link.sent.items() if what == "bytes" and to > 0}
+        self.seen.hops |= mine
+        return self.seen
+
+    def _hear(self, source: int, part: Seen) -> None:
+        """Clocks of one host agree; of another's, the answer is taken to come from the middle of the wait for it."""
+        assert self.seen is not None
+        if source not in self._ahead:
+            same = self.link.hosts[source] == self.link.hosts[self.link.rank]
+            self._ahead[source] = 0.0 if same else part.now / 1e6 - (self._asked + self.clock()) / 2
+        heard(self.seen, source, part, self._ahead[source])
+        if not part.more:
+            self._silent.discard(source)
+
+    def names(self) -> list[str]:
+        count = max(self.ranks) + 1
+        named = [f"stage {i}" if i < self.targets else "drafter" for i in range(count)]
+        return [f"{name}, {self.link.name(self.ranks[i])}" for i, name in enumerate(named)]
 
     def control(self, arrival: Arrival) -> None:
         if isinstance(arrival.message, Failure):
             raise Lost(arrival.message.text)
+        if isinstance(arrival.message, Seen) and self.seen is not None:
+            self._hear(arrival.source, arrival.message)
+            return
         super().control(arrival)
 
 
@@ -222,5 +269,8 @@ class Member(Routed):
     def control(self, arrival: Arrival) -> None:
         if isinstance(arrival.message, Stop) and arrival.source == 0:
             self.status = arrival.message.status
+        elif isinstance(arrival.message, Look) and arrival.source == 0 and self.seen is not None:
+            for part in told(self.seen, self.link.sent):
+                self.link.send(0, CONTROL, part)
         else:
             super().control(arrival)

@@ -7,7 +7,7 @@ Steps say it), the head's policy what became of each run. The same for real and 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,10 @@ from headrace.run.stage import Computer, Run, Stage
 from headrace.run.tree import Node
 from headrace.run.types import Result, Row, RunMessage, StageEffect, StageEvent, Step
 
-MOST = 500_000
-"""Spans, and visits, that are kept; what comes later is only summed."""
+MOST = 100_000
+"""Spans, and visits, that are kept (some 50 MB); what comes later is only summed."""
 GAP = 2e-4
-"""Seconds between two layers of a run that still count as one span."""
+"""Seconds between two layers of a run, or two runs under way, that don't count."""
 
 
 class Span(NamedTuple):
@@ -66,14 +66,27 @@ class Recorder:
 
     def __init__(self, keep: bool = True, clock: Callable[[], float] | None = None) -> None:
         self.keep, self.clock = keep, clock
-        self.busy: Counter[int] = Counter()
+        self.busy: defaultdict[int, float] = defaultdict(float)
         self.spans: list[Span] = []
         self.visits: list[Visit] = []
         self.fates: dict[int, Fate] = {}
+        self.hops: dict[tuple[int, int], int] = {}
+        """Bytes sent (by rank, to stage), runs and cancels, where a wire counts them."""
         self._here: dict[tuple[int, int], tuple[float, int]] = {}
         self._rows: dict[tuple[int, int], int] = {}
         self._latest: dict[int, int] = {}
         self._step: dict[int, tuple[int, int, float, int]] = {}
+
+    def anew(self) -> Recorder:
+        """For stages and a head that begin again."""
+        return Recorder(self.keep, self.clock)
+
+    def drain(self) -> tuple[list[Span], list[Visit]]:
+        """What was seen of stages since the last time."""
+        found = self.spans, self.visits
+        self.spans, self.visits = [], []
+        self._latest.clear()
+        return found
 
     # --- what it looks at -------------------------------------------------------------------------------
 
@@ -116,14 +129,15 @@ class Recorder:
 
     def computed(self, number: int, run: int, layer: int, start: float, end: float, rows: int) -> None:
         """One layer of a run; layers that follow each other become one span."""
-        self.busy[number] += end - start  # type: ignore[assignment]
+        self.busy[number] += end - start
         if not self.keep:
             return
         self._rows[number, run] = rows
         at = self._latest.get(number)
         if at is not None:
             last = self.spans[at]
-            if last.run == run and last.last == layer - 1 and start - last.end < GAP:
+            alone = self.clock is not None and at == len(self.spans) - 1  # this process computed nothing else since
+            if last.run == run and last.last == layer - 1 and (alone or start - last.end < GAP):
                 self.spans[at] = last._replace(end=end, last=layer)
                 return
         if len(self.spans) < MOST:
@@ -276,13 +290,13 @@ def _waits(seen: Recorder, visits: dict[tuple[int, int], Visit], zero: float, ta
     for (at, run), v in visits.items():
         before = visits.get((at - 1, run)) if at != targets else None
         fate = seen.fates.get(run) if at < targets else None
-        sent = before.left if before is not None else fate.launched if fate is not None and at == 0 else None
-        key = f"{at}.{run}"
-        if sent is not None and v.arrived > sent:
-            yield from _pair(at + 1, "network", "network", f"in {key}", sent - zero, v.arrived - zero, {"run": run})
-        start = began.get((at, run), v.left)
-        if start > v.arrived:
-            yield from _pair(at + 1, "wait", "wait", f"wait {key}", v.arrived - zero, start - zero, {"run": run})
+        key, start = f"{at}.{run}", began.get((at, run), v.left)
+        if before is not None and v.arrived > before.left:
+            way = before.left - zero, v.arrived - zero
+            yield from _pair(at + 1, "network", "network", f"in {key}", *way, {"run": run})
+        came = fate.launched if fate is not None and at == 0 else v.arrived  # head and stage 0 are one process
+        if start > came:
+            yield from _pair(at + 1, "wait", "wait", f"wait {key}", came - zero, start - zero, {"run": run})
         if at == targets - 1 and at and fate is not None and fate.returned is not None and fate.returned > v.left:
             yield from _pair(0, "network", "network", f"out {run}", v.left - zero, fate.returned - zero, {"run": run})
 
