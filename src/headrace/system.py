@@ -6,6 +6,7 @@ Linux is complete; elsewhere a value that can't be had is None, and callers say 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from headrace.errors import Unsupported
 
 UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2^63."""
@@ -178,3 +181,21 @@ def file_system(folder: Path) -> str:
         if target.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), fields[2]
     return kind
+
+
+def interleave() -> None:
+    """From now on this process's memory is spread page by page over all NUMA nodes it may use; on Linux only.
+
+    Which thread computes which rows isn't fixed, so no node is the right one for any weight. Unsupported elsewhere.
+    """
+    calls = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(platform.machine())
+    if sys.platform != "linux" or calls is None:
+        raise Unsupported("Memory can't be spread over NUMA nodes on this system; leave out --numa.")
+    libc = ctypes.CDLL(None, use_errno=True)
+    mask = (ctypes.c_ulong * 16)()
+    allowed = 4  # MPOL_F_MEMS_ALLOWED; MPOL_INTERLEAVE is 3 (linux/mempolicy.h)
+    got = libc.syscall(calls[1], None, mask, 1024, None, allowed)
+    if got or libc.syscall(calls[0], 3, mask, 1024):
+        raise Unsupported(
+            f"The system doesn't let memory be spread ({os.strerror(ctypes.get_errno())}); leave out --numa."
+        )

@@ -18,7 +18,8 @@ _Kind = _native.Op.Kind
 
 
 class CpuDevice:
-    """``Device`` on the CPU. threads: of its pool, the caller's included; path: "portable", "avx2" or "" (the best).
+    """``Device`` on the CPU. threads: of its pool, the caller's included; batch: for runs of more than one row (0: the
+    same); path: "portable", "avx2" or "" (the best).
 
     Calls from several Python threads take turns. A ``ValueError`` says the caller broke the contract of ``Device``.
     """
@@ -27,8 +28,9 @@ class CpuDevice:
     layout = "rows8"
     layout_version = 2
 
-    def __init__(self, threads: int, path: str = "") -> None:
+    def __init__(self, threads: int, path: str = "", batch: int = 0) -> None:
         self._native = _native.Device(threads, path)
+        self._wide = _native.Device(batch, path) if batch not in (0, threads) else self._native
         self._rows: tuple[Rows, _native.Rows] | None = None
 
     @property
@@ -72,7 +74,11 @@ class CpuDevice:
         """
         program = CpuProgram(self, ops, width)
         weights = tuple(_native.Matrix.shape_only(*shapes[name]) for name in program.names)
-        return _native.Bound(program.native, weights).scratch_nbytes(max_rows, self.threads)
+        return _native.Bound(program.native, weights).scratch_nbytes(max_rows, max(self.threads, self._wide.threads))
+
+    def pool(self, rows: Rows) -> _native.Device:
+        """The threads that compute such a run."""
+        return self._native if rows.count == 1 else self._wide
 
     def native_rows(self, rows: Rows) -> _native.Rows:
         """The rows as C++ reads them, checked; made once for all layers of a run."""
@@ -127,7 +133,7 @@ class BoundProgram:
         """As ``Program.run``."""
         native = self._device.native_rows(rows)
         out = np.empty((rows.wanted.shape[0], self._result_width), np.float32) if self._result_width else None
-        self._bound.run(self._device._native, x, out, native, kv)
+        self._bound.run(self._device.pool(rows), x, out, native, kv)
         return x if out is None else out
 
 

@@ -16,8 +16,10 @@ TORCH = ("torch:cpu", "cuda")
 """Devices in PyTorch; ``run/tiers.py`` puts layers on them."""
 
 
-def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None) -> CpuDevice:
-    """The device called ``name``. cpu: "portable" or "avx2" forces a path; None: what HEADRACE_CPU says, else the best.
+def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None, batch: int = 0) -> CpuDevice:
+    """The device called ``name``. batch: threads for more than one row, 0: the same.
+
+    cpu: "portable" or "avx2" forces a path; None: what HEADRACE_CPU says, else the best.
 
     Raises Unsupported for an unknown device, or a path that is unknown or beyond this CPU.
     """
@@ -29,7 +31,7 @@ def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None) -> C
         raise Unsupported(f"{threads} threads can't compute anything; ask for 1 or more.")
     path = config.resolve().cpu or "" if cpu is None else cpu
     try:
-        return CpuDevice(threads, path)
+        return CpuDevice(threads, path, batch)
     except ValueError as error:
         raise Unsupported(
             f"The CPU path asked for can't be used: {error}. Unset {CPU_VARIABLE} to use the best."

@@ -6,7 +6,7 @@ with ``Draft``s (and with runs and cancels for its own stages). It decides nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
@@ -30,21 +30,31 @@ class _Text:
 
 
 class NGram:
-    """Prompt lookup (Saxena 2023; the idea is older): what followed the last n tokens when they stood before.
+    """Prompt lookup (Saxena 2023; the idea is older): what followed the last tokens when they stood before.
 
-    longest, shortest: lengths of the n-grams looked up, the longest that is found counts. depth: tokens proposed;
-    branches: unlike continuations. stated: by the length of the match; how good that is, the head measures, and
-    a rank says which continuation it is.
+    longest, shortest: lengths of the n-grams that are looked up; of the places found, those whose match reaches
+    furthest back come first. depth: most tokens proposed, about twice the match's length; branches: unlike continuations.
+    What a guess states follows from the length of its match; how good that is, the head measures, and a rank says
+    which continuation it is. wanted: whether the head has any use for a draft now.
     """
 
     KEPT = 8
     """Latest places kept of an n-gram."""
+    REACH = 16
+    """Tokens a match is followed back."""
+    STATED = (0.0, 0.25, 0.4, 0.55, 0.68, 0.68, 0.8, 0.8, 0.8, 0.8, 0.94)
 
     def __init__(
-        self, longest: int = 4, shortest: int = 1, depth: int = 10, branches: int = 3, drafter: int = 0
+        self,
+        longest: int = 4,
+        shortest: int = 1,
+        depth: int = 24,
+        branches: int = 2,
+        drafter: int = 0,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         self.longest, self.shortest, self.depth = longest, shortest, depth
-        self.branches, self.drafter = branches, drafter
+        self.branches, self.drafter, self.wanted = branches, drafter, wanted
         self._texts: dict[int, _Text] = {}
 
     def on_event(self, event: Committed | Result, now: float) -> list[DraftEffect]:
@@ -70,31 +80,43 @@ class NGram:
                 del places[: -self.KEPT]
 
     def _draft(self, seq: int, text: _Text) -> Draft:
-        tokens = text.tokens
+        guesses = self._guesses(text) if self.wanted is None or self.wanted() else ()
+        return Draft(seq, len(text.tokens), tuple(text.tokens[-4:]), guesses)
+
+    def _guesses(self, text: _Text) -> tuple[Guess, ...]:
+        tokens, seen = text.tokens, set[int]()
         guesses: list[Guess] = []
         at: dict[tuple[int, int], int] = {}
         found = 0
         for n in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
-            for place in reversed(text.places.get(tuple(tokens[-n:]), [])):
+            places = [p for p in text.places.get(tuple(tokens[-n:]), ()) if p not in seen]
+            seen.update(places)
+            for length, place in sorted(((self._length(tokens, p, n), p) for p in places), reverse=True):
                 if found == self.branches:
-                    break
-                found += self._follow(tokens, place, n, found, guesses, at)
-        return Draft(seq, len(tokens), tuple(tokens[-4:]), tuple(guesses))
+                    return tuple(guesses)
+                found += self._follow(tokens, place, length, found, guesses, at)
+        return tuple(guesses)
+
+    def _length(self, tokens: list[int], place: int, n: int) -> int:
+        """Of the match that ends before ``place``, from n on."""
+        while n < self.REACH and n < place and tokens[place - 1 - n] == tokens[-1 - n]:
+            n += 1
+        return n
 
     def _follow(
         self, tokens: list[int], place: int, n: int, rank: int, guesses: list[Guess], at: dict[tuple[int, int], int]
     ) -> bool:
         """Add the tokens from a place on; whether that was a new continuation."""
         parent, new = -1, False
-        stated = (0.3, 0.5, 0.7, 0.85)[min(n, 4) - 1] * 0.5**rank
         # A text that repeats itself runs into its own end and goes on from the place again.
         period = len(tokens) - place
-        for i in range(self.depth):
+        for i in range(min(self.depth, 2 * n + 1)):
             token = tokens[place + i % period]
             index = at.get((parent, token))
             if index is None:
                 index = at[parent, token] = len(guesses)
-                guesses.append(Guess(token, parent, stated if not new else 0.85, 0 if new else rank, self.drafter))
+                stated = self.STATED[min(n + i, 10)] * (1.0 if new else 0.5**rank)
+                guesses.append(Guess(token, parent, stated, 0 if new else rank, self.drafter))
                 new = True
             parent = index
         return new

@@ -88,6 +88,10 @@ class Growth(Protocol):
 
     def over(self, grown: Grown) -> None: ...
 
+    def rests(self, grown: Grown) -> bool:
+        """Whether nothing of this sequence is to be computed now, not even what is known."""
+        ...
+
 
 class ModelDrafter:
     """The state machine. pages: of its own cache. width of ``growth`` must be within what its stages' top gives."""
@@ -259,7 +263,8 @@ class ModelDrafter:
         for _ in range(len(self._turn)):
             seq = self._turn[0]
             self._turn.rotate(-1)
-            rows = self._known(self.grown[seq]) or self._guesses(self.grown[seq])
+            grown = self.grown[seq]
+            rows = [] if self.growth.rests(grown) else self._known(grown) or self._guesses(grown)
             if rows:
                 self._send(rows, effects)
                 return

@@ -52,6 +52,9 @@ class Continuous:
     def over(self, grown: Grown) -> None:
         return None
 
+    def rests(self, grown: Grown) -> bool:
+        return False
+
 
 class Once:
     """One tree per pass: ``depth`` levels, of each the ``beam`` likeliest expanded, then the ``nodes`` likeliest sent.
@@ -90,6 +93,9 @@ class Once:
 
     def over(self, grown: Grown) -> None:
         self._level.pop(grown.seq, None)
+
+    def rests(self, grown: Grown) -> bool:
+        return False
 
 
 def _level(root: Leaf, depth: int) -> list[Leaf]:

@@ -71,6 +71,9 @@ class Microbatches:
     def over(self, grown: Grown) -> None:
         self._making.pop(grown.seq, None)
 
+    def rests(self, grown: Grown) -> bool:
+        return False
+
     def pick(self, grown: Grown) -> list[Leaf]:
         """Branches whose end must be expanded before the microbatch can go on."""
         m = self._making[grown.seq]

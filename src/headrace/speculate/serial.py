@@ -1,0 +1,271 @@
+"""Our policy where target and drafters take turns on the same cores: one process, one stage.
+
+Nothing runs beside anything there, so all that counts is time: guesses travel with a known token when the tokens they
+bring are worth more, at the present pace, than what their rows delay the pass. What passes take is learned from passes.
+An account keeps the loss small whatever the estimates say: speculation starts with a few passes' worth of time,
+pays for every delay, earns what it saves, and rests while it has nothing left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import exp
+
+from headrace.run.schedule import Order
+from headrace.run.tree import Node
+from headrace.run.types import Committed, Draft, Result, Row, RunMessage
+from headrace.speculate.control import Measured, Speed
+from headrace.speculate.drafters import DraftEffect
+from headrace.speculate.grow import NEW, Grown, Growth, Leaf, ModelDrafter
+from headrace.speculate.growth import Continuous
+
+RIDERS = (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 19, 23, 31, 47, 63)
+"""Guesses in a run that are tried."""
+START, SHARE, MOST = 3.0, 0.008, 12.0
+"""The account, in passes: at the start, what a plain pass adds, and the most it can hold."""
+FEW = 64
+"""Known rows in a run from which on there is no guessing: a run of prompts, or a full one."""
+PRIOR = 0.15
+"""What a further row is thought to cost, of a one-row pass, until it was tried."""
+
+
+class Rates:
+    """Seconds of a pass by its rows, learned: the level from passes of few rows, and each count's share of it."""
+
+    def __init__(self) -> None:
+        self.level = 0.0
+        self._shape: dict[int, tuple[int, float]] = {}
+        self._known: list[int] = []
+
+    @property
+    def most(self) -> int:
+        """The most rows seen."""
+        return self._known[-1] if self._known else 0
+
+    @property
+    def known(self) -> bool:
+        """Whether passes were seen twice (the first is often a slow one)."""
+        return bool(self._known) and self._shape[self._known[0]][0] >= 2
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A pass of so many rows took so long."""
+        if not self._known or rows < self._known[0]:
+            self._shape = {r: (n, s * self.level / seconds) for r, (n, s) in self._shape.items()}
+            self.level = seconds
+        count, share = self._shape.get(rows, (0, 0.0))
+        if count > 1:  # the machine may have been busy with something else
+            seconds = min(seconds, 2.5 * share * self.level)
+        weight = 1 / min(count + 1, 10)
+        if rows == (self._known[0] if self._known else rows):
+            self.level += weight * (seconds - self.level)
+            self._shape[rows] = count + 1, 1.0
+        else:
+            self._shape[rows] = count + 1, share + weight * (seconds / self.level - share)
+        self._known = sorted(self._shape)
+
+    def __call__(self, rows: int) -> float:
+        """Between known counts on a line; beyond them on the last line, or ``PRIOR`` a row."""
+        known = self._known
+        if not known:
+            return 0.0
+        at = bisect_left(known, rows)
+        if at < len(known) and known[at] == rows:
+            return self.level * self._shape[rows][1]
+        if at == 0 or len(known) == 1:
+            return self.level * max(self._shape[known[0]][1] + PRIOR / known[0] * (rows - known[0]), 0.1)
+        low, high = (known[at - 1], known[at]) if at < len(known) else (known[-2], known[-1])
+        a, b = self._shape[low][1], self._shape[high][1]
+        return self.level * max(a + max(b - a, 0.0) * (rows - low) / (high - low), a)
+
+
+class Serial(Measured):
+    """See the module's docstring. rows: most guesses in a run; floor: least chance of one that is considered."""
+
+    def __init__(self, rows: int = 63, most_guesses: int = 96, floor: float = 0.02) -> None:
+        self.rates = Rates()
+        super().__init__(Speed(self.rates, self.rates), rows, most_guesses, floor)
+        self.account = 0.0
+        self._opened = False
+        self._since: float | None = None
+        """When the head began to wait for a draft."""
+        self._out: dict[int, tuple[float, int, int, bool]] = {}
+        self._each = 0.0
+        """Seconds a known token of the last pass would have taken without guesses."""
+        self._elapsed = self._tokens = 0.0
+        self._drafts: dict[int, tuple[int, bool]] = {}
+        self._begun: dict[int, int] = {}
+
+    def active(self) -> bool:
+        """Whether there may be guesses: what passes take is known, and the account isn't overdrawn."""
+        return self.rates.known and self.account > 0.0
+
+    @property
+    def pace(self) -> float:
+        """Seconds a token, lately."""
+        return self._elapsed / self._tokens if self._tokens >= 1.0 else self.rates.level
+
+    def ready(self, seq: int, tip: Node, now: float) -> bool:
+        """A next token waits for its draft: nobody else could use the time."""
+        known = tip.position + 1
+        if self._begun.setdefault(seq, known) == known:
+            return True
+        base, more = self._drafts.get(seq, (0, False))
+        if base >= known and not more:
+            return True
+        self._since = now if self._since is None else self._since
+        return False
+
+    def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
+        super().drafted(seq, draft, fresh, now)
+        self._drafts[seq] = draft.base, draft.more
+
+    def launched(self, run: int, rows: Sequence[tuple[Row, Node | None]], now: float) -> None:
+        guesses = sum(row.guess for row, _ in rows)
+        self._out[run] = now, len(rows) - guesses, guesses, all(node is not None for _, node in rows)
+        if self._since is not None:
+            self._spend(now - self._since)
+            self._since = None
+
+    def returned(self, run: int, rows: int, now: float) -> None:
+        began, known, guesses, decoding = self._out.pop(run)
+        if not decoding or not known or rows < known + guesses:
+            return
+        took = now - began
+        self.rates.note(known + guesses, took)
+        if not self._opened:
+            self._opened, self.account = True, START * took
+        plain = self.rates(known)
+        self._each = plain / known
+        self._elapsed, self._tokens = 0.96 * self._elapsed, 0.96 * self._tokens
+        if guesses:
+            # What it costs as a rule: on a busy machine a single pass says little.
+            self._spend(self.rates(known + guesses) - plain)
+            self._elapsed += plain
+        else:
+            self._elapsed += took
+            self._earn(SHARE * took)
+
+    def _spend(self, seconds: float) -> None:
+        self._elapsed += seconds
+        if self._opened:
+            self.account -= min(seconds, 4 * self.rates.level)
+
+    def _earn(self, seconds: float) -> None:
+        self.account = min(self.account + seconds, MOST * self.rates.level)
+
+    def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
+        super().judged(seq, tip, chosen, now)
+        self._tokens += 1
+        if chosen is not None and chosen.launched:
+            self._earn(self._each)
+
+    def over(self, seq: int) -> None:
+        super().over(seq)
+        self._drafts.pop(seq, None)
+        self._begun.pop(seq, None)
+
+    def place(
+        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], free: bool, order: Order, now: float
+    ) -> list[tuple[int, list[tuple[int, Node]]]]:
+        if not sizes or sizes[-1] > FEW or not self.active():
+            return []
+        found = [(p, seq, node) for seq, tip in tips for _, p, seq, node in self._candidates(seq, tip)]
+        if not found:
+            return []
+        found.sort(key=lambda entry: -entry[0])
+        known, rates, pace = sizes[-1], self.rates, self.pace
+        sums = [0.0, *accumulate(p for p, _, _ in found)]
+        # Not far beyond what was tried: a wide run may cost many times what is thought.
+        most = min(len(found), self.rows, order.guesses, order.rows - known, 2 * rates.most + 1 - known)
+        if most <= 0:
+            return []
+        _, count = max((pace * sums[r] - rates(known + r), r) for r in {*RIDERS, most} if r <= most)
+        return [(len(sizes) - 1, [(seq, node) for _, seq, node in found[:count]])] if count else []
+
+
+class Frugal(Continuous):
+    """Growth in turns with the target: a leaf is expanded when what its children may bring is worth the step.
+
+    It rests while that isn't so, and tries again now and then.
+    """
+
+    RATE, AGAIN = 0.1, 48
+
+    def __init__(self, policy: Serial, width: int = 5, rows: int = 8) -> None:
+        self.rates = Rates()
+        super().__init__(self.rates, width, rows, policy.floor)
+        self.policy = policy
+        self._right = 0.8
+        """Chance that the drafter's first choice is right, smoothed."""
+        self._idle = 0
+        self._rests: dict[int, bool] = {}
+
+    def started(self, grown: Grown, hit: bool) -> None:
+        # A prompt is the target's alone until its first token is there.
+        self._rests[grown.seq] = grown.seq not in self._rests or self._choose()
+        super().started(grown, hit)
+
+    def judged(self, right: bool) -> None:
+        """Whether a first choice was right."""
+        self._right += self.RATE * (right - self._right)
+
+    def _choose(self) -> bool:
+        if not self.policy.active():
+            return True
+        self._idle += 1
+        if self._worth(1.0) > self.rates(1) or self._idle >= self.AGAIN:
+            self._idle = 0
+            return False
+        return True
+
+    def _worth(self, chance: float) -> float:
+        """Seconds that the children of a leaf with such a chance may save."""
+        cost = self.policy.rates(2) - self.policy.rates(1)
+        return self.policy.pace * chance * self._right - cost
+
+    def rests(self, grown: Grown) -> bool:
+        return self._rests[grown.seq]
+
+    def pick(self, grown: Grown) -> list[Leaf]:
+        picked: list[Leaf] = []
+        base, spent = grown.root.score, 0.0
+        while grown.heap and len(picked) < self.rows:
+            leaf = grown.heap[0][2]
+            if leaf.state == NEW:
+                cost = self.rates(len(picked) + 1)
+                if self._worth(exp(leaf.score - base)) <= cost - spent:
+                    break
+                picked.append(leaf)
+                spent = cost
+            heapq.heappop(grown.heap)
+        return picked
+
+    def over(self, grown: Grown) -> None:
+        self._rests.pop(grown.seq, None)
+
+
+class Clocked(ModelDrafter):
+    """A model drafter that learns what its steps take, and tells whether its first choices were right."""
+
+    def __init__(
+        self, pages: int, growth: Growth, rates: Rates, judged: Callable[[bool], None] | None = None, drafter: int = 0
+    ) -> None:
+        super().__init__(pages, growth, drafter, most=128)
+        self.rates, self.judged = rates, judged
+        self._sent = 0.0
+
+    def _advance(self, grown: Grown, token: int, dead: set[int]) -> bool:
+        if grown.root.children and self.judged is not None:
+            self.judged(min(grown.root.children.values(), key=lambda leaf: leaf.rank).token == token)
+        return super()._advance(grown, token, dead)
+
+    def on_event(self, event: Committed | Result, now: float) -> list[DraftEffect]:
+        if isinstance(event, Result) and self._rows and all(row.wanted for row in self._rows):
+            self.rates.note(len(self._rows), now - self._sent)
+        effects: list[DraftEffect] = [*super().on_event(event, now)]
+        if any(isinstance(effect, RunMessage) for effect in effects):
+            self._sent = now
+        return effects

@@ -1,0 +1,110 @@
+"""Guessing through the engine: whatever guesses, the text is the plain one; what can't be is refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.engine import Engine, Options, load
+from headrace.errors import BadFile, BadRequest, OverBudget, Unsupported
+from headrace.run.types import Sampling
+from headrace.speculate import serial
+from headrace.speculate.serial import Frugal, Rates
+from helpers_tiny import tiny_model
+
+PROMPTS = ["hello world hello world hello", "abcabcabcabcabc", "x", "one two three one two"]
+SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, repeat_penalty=1.2, seed=1))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("drafting") / "tiny.gguf", text=True)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("drafting") / "other.gguf", blocks=2, seed=5, text=True)
+
+
+def texts(engine: Engine, tokens: int = 40) -> list[list[tuple[int, ...]]]:
+    return [
+        [done.tokens for done in engine.generate(PROMPTS, max_tokens=tokens, sampling=sampling, ignore_eos=True)]
+        for sampling in SAMPLINGS
+    ]
+
+
+def alone(engine: Engine, tokens: int = 40) -> list[list[tuple[int, ...]]]:
+    return [
+        [engine.generate([p], max_tokens=tokens, sampling=s, ignore_eos=True)[0].tokens for p in PROMPTS]
+        for s in SAMPLINGS
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[list[tuple[int, ...]]]:
+    with load(tiny, Options(threads=1, context=256, caches=4)) as engine:
+        return texts(engine)
+
+
+SAME, OTHER = "same", "other"
+
+
+@pytest.mark.parametrize(
+    ("named", "more"),
+    [
+        (("ngram",), {}),
+        ((SAME,), {}),
+        ((OTHER,), {}),
+        (("layers:2",), {}),
+        (("ngram", SAME), {}),
+        (("ngram",), {"policy": "sync", "knobs": {"draft": 4}}),
+        ((SAME,), {"policy": "sync"}),
+        (
+            (OTHER,),
+            {"policy": "pipeinfer", "knobs": {"draft": 4, "np": 3, "pa": 0.0, "ps": 0.05, "pr": 0.4, "pd": 0.01}},
+        ),
+        ((SAME,), {"policy": "pipeinfer", "knobs": {"draft": 4, "pa": 0.01}}),
+        ((SAME,), {"knobs": {"draft": 3, "np": 2, "pa": 0.2}}),
+    ],
+    ids=str,
+)
+def test_the_text_is_the_plain_one(
+    tiny: Path, other: Path, plain: list[list[tuple[int, ...]]], named: tuple[str, ...], more: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # Rows and drafts that cost next to nothing: our policy must not find, on a busy machine, that guessing doesn't pay.
+    monkeypatch.setattr(Rates, "__call__", lambda self, rows: 1e-3 + rows * 1e-9)
+    monkeypatch.setattr(serial, "START", 1e9)
+    monkeypatch.setattr(serial, "MOST", 1e9)
+    monkeypatch.setattr(Frugal, "_worth", lambda self, chance: chance * 10)
+    drafter = tuple({SAME: tiny, OTHER: other}.get(name, name) for name in named)
+    with load(tiny, Options(threads=1, context=256, caches=4, drafter=drafter, **more)) as engine:
+        assert texts(engine) == plain
+        assert alone(engine) == plain
+        assert engine.head.check_integrity() == []
+        counts = engine.head.counts
+        if SAME in named and more.get("policy") != "pipeinfer":
+            assert counts.accepted > 100
+        elif "ngram" in named or (more and OTHER in named):
+            assert counts.launched > 0
+
+
+def test_drafters_that_cannot_be_are_refused(tiny: Path, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"drafter": "layers:4"}, BadRequest, "has 4 blocks"),
+        ({"drafter": "layers:x"}, BadRequest, "layers:N"),
+        ({"drafter": (tiny, "layers:1")}, Unsupported, "One drafter"),
+        ({"drafter": "ngram", "policy": "pipeinfer"}, BadRequest, "needs a draft model"),
+        ({"drafter": "ngram", "knobs": {"pr": 0.1}}, BadRequest, "-pr has no meaning for the policy 'ours'"),
+        ({"drafter": "ngram", "policy": "best"}, BadRequest, "There is no policy 'best'"),
+        ({"policy": "sync"}, BadRequest, "no drafter"),
+        ({"drafter": "ngram", "kv_disk": tmp_path}, Unsupported, "whole cache in memory"),
+        ({"drafter": tiny, "ram": 60 << 20}, OverBudget, "draft model"),
+        ({"drafter": tmp_path / "none.gguf"}, BadFile, "none.gguf"),
+    ]
+    for options, kind, says in cases:
+        with pytest.raises(kind) as told:
+            load(tiny, Options(threads=1, context=256, **options))
+        assert says in str(told.value)
