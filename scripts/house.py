@@ -31,6 +31,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("speculate", "cluster"),
     ("options", "results"),
     ("placement",),
+    ("drafting",),
     ("setup",),
     ("ensemble",),
     ("engine",),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import BadRequest
@@ -41,6 +41,8 @@ class Options:
     """Quantise the matrices of a floating-point model as they are read: "q4" or "q8"; a model of its own."""
     rank_threads: tuple[int, ...] = ()
     """Threads of each rank, or one number for all; when empty, ``threads`` says (0: a rank's part of its host)."""
+    batch_threads: tuple[int, ...] = ()
+    """Threads for runs of more than one row, for each rank or for all; empty: the same."""
     layer_split: str | None = None
     """Shares of the layers for each rank, as ``cluster.split`` reads them; None: evenly by weight."""
     packs: Path | None = None
@@ -58,6 +60,14 @@ class Options:
     host_device: str = "torch:cpu"
     """What computes layers placed at the host: "torch:cpu" (the device's formulas) or "cpu" (fast; other numbers)."""
 
+    drafter: str | Path | Sequence[str | Path] = ()
+    """What guesses ahead: "ngram" (prompt lookup), "layers:N" (the model's first N blocks), a draft model's path;
+    several work as one. The text stays the same."""
+    policy: str = "ours"
+    """Which guesses are computed: "ours" measures what pays, "pipeinfer" and "sync" follow ``knobs``."""
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    """Of PipeInfer's: draft, np, pa, ps, pr, pd. The first three bound ours too, draft bounds "sync"."""
+
     def __post_init__(self) -> None:
         """BadRequest for a number that is none or makes no sense."""
         least = {"threads": 0, "context": 1, "ram": 0, "caches": 0, "sequences": 1, "rows": 1, "runs": 1,
@@ -74,3 +84,13 @@ class Options:
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def batch_threads(options: Options, rank: int = 0, ranks: int = 1) -> int:
+    """A rank's threads for runs of more than one row; 0: as for one row."""
+    given = options.batch_threads
+    if len(given) not in (0, 1, ranks):
+        raise BadRequest(
+            f"{len(given)} thread counts are given for {ranks} ranks; give one for all, or one each (-tb)."
+        )
+    return given[rank if len(given) > 1 else 0] if given else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headrace import drafting
 from headrace.cluster.loopback import Loopback
 from headrace.config import resolve
 from headrace.errors import BadRequest, Unsupported
@@ -15,7 +16,7 @@ from headrace.memory.budget import Budget
 from headrace.memory.slots import pages_for
 from headrace.memory.weights import Weights
 from headrace.model.layers import Model, load_model
-from headrace.options import Options, cores
+from headrace.options import Options, batch_threads, cores
 from headrace.placement import (
     MARGIN,
     affordable_caches,
@@ -50,6 +51,7 @@ class Parts:
     budget: Budget
     pass_bytes: int
     kv_bits: tuple[int, int]
+    draft: drafting.Draft | None = None
 
     @property
     def name(self) -> str:
@@ -60,6 +62,8 @@ class Parts:
         self.computer.close()
         self.weights.close()
         self.model.file.close()
+        if self.draft is not None:
+            self.draft.close()
 
 
 def build(path: Path, options: Options) -> Parts:
@@ -81,24 +85,38 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     if (options.device_ram, options.places, options.link) != (None, None, None):
         raise Unsupported(f"The device {options.device} has no memory of its own to place layers in (--device).")
     context = context_of(model, options.context)
-    device = make_device(options.device, threads=options.threads or cores(), cpu=options.cpu)
+    threads, batch = options.threads or cores(), batch_threads(options)
+    device = make_device(options.device, threads=threads, cpu=options.cpu, batch=batch)
     layers = model.layers
+    wish = drafting.wish_of(options)
+    policy = drafting.policy_of(wish)
     order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
+    order = drafting.order_of(wish, order, 1)
     budget = Budget(options.ram)
-    pages = pages_for(context) * (options.caches or affordable_caches(device, model, context, options))
+    caches = options.caches or affordable_caches(device, model, context, options)
+    pages = pages_for(context + policy.most_guesses) * caches
+    draft = drafting.draft_of(wish, model, tokenizer, replace(options, caches=caches), context)
+    if draft is not None:
+        draft.take(budget, device, options.rows)
     streamed = place(budget, device, model, pages, options)
     weights = load_weights(device, model, streamed, options)
     cache = make_cache(device, model, pages, options)
     computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
-    stage = Stage(0, len(layers), len(layers))
-    loop = Loopback(Head(pages, order), [(stage, computer)])
+    stages = [(Stage(0, len(layers), len(layers)), computer)]
+    if draft is not None:
+        stages.append(draft.load(device, weights))
+    drafter = drafting.drafter_of(wish, draft, policy)
+    loop = Loopback(Head(pages, order, policy), stages, drafter, drafts=len(stages) - 1)
     return Parts(
-        model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model), options.kv_bits
-    )
+        model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model), options.kv_bits,
+        draft,
+    )  # fmt: skip
 
 
 def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     """On a device in PyTorch, with host and disk behind it."""
+    if drafting.wish_of(options):
+        raise Unsupported(f"The device {options.device} doesn't guess ahead; use cpu, or leave the drafter out.")
     if options.host_device not in ("torch:cpu", "cpu"):
         raise Unsupported(f"The host can't compute with {options.host_device!r}; choose torch:cpu or cpu.")
     if options.kv_disk is not None:
