@@ -45,15 +45,24 @@ def load(args: argparse.Namespace, **more: Any) -> Engine:
 
 
 def find_model(args: argparse.Namespace) -> Path:
+    return find_named(args.model)
+
+
+def find_named(name: str | None) -> Path:
     with Bar() as bar:
-        return find(args.model, config.resolve(), note, bar)
+        return find(name, config.resolve(), note, bar)
 
 
 def machine_of(args: argparse.Namespace) -> Options:
     """What ``options.add_machine``'s options say, the same on every rank."""
+    from headrace.cli.drafting import drafting_of
     from headrace.options import Options
 
+    if args.numa:
+        system.interleave()
     return Options(
+        **drafting_of(args),
+        batch_threads=args.threads_batch or (),
         threads=0 if args.link else system.cores(),
         rank_threads=args.threads or (),
         layer_split=args.layer_split,

@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+from headrace.cli.drafting import add_drafting
 from headrace.cli.parser import kv_bits, real, size, thread_counts, whole
 from headrace.run.types import Sampling
 from headrace.store import known
@@ -38,6 +39,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     context = "tokens of context to have room for (default: the model's, at most 4096)"
     group.add_argument("-c", "--context", type=whole(2), metavar="N", help=context)
     add_machine(group)
+    add_drafting(parser)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +54,22 @@ def add_machine(group: argparse._ActionsContainer) -> None:
     """What a model may use of the machine."""
     threads = "threads that compute (default: one per core); under mpirun also a list, one number for each rank"
     group.add_argument("-t", "--threads", type=thread_counts, metavar="N", help=threads)
+    batch = "threads for runs of more than one row: prompts, guesses, batches (default: as -t)"
+    group.add_argument("-tb", "--threads-batch", type=thread_counts, metavar="N", help=batch)
+    numa = "spread what is loaded evenly over the memory of the machine's NUMA nodes, as all threads read all of it"
+    group.add_argument("--numa", action="store_true", help=numa)
+    no_mmap = (
+        "read the model file instead of mapping it: always so, the option is there for other programs' command lines"
+    )
+    group.add_argument("--no-mmap", action="store_true", help=no_mmap)
     group.add_argument("--kv-bits", type=kv_bits, default=(16, 16), metavar="K/V", help=KV_HELP)
     group.add_argument("--requant", choices=("q4", "q8"), help=REQUANT_HELP)
     group.add_argument("--kv-disk", type=Path, metavar="DIR", help=KV_DISK_HELP)
     group.add_argument("--kv-frames", type=whole(1), metavar="N", help=KV_FRAMES_HELP)
-    split = "under mpirun: each rank's share of the layers, like 0.1,0.4,0.5 (default: evenly by weight)"
+    split = (
+        "under mpirun: each rank's share of the layers, like 0.1,0.4,0.5; with a draft model 0.1,0.4,0.5/1.0, its "
+        "ranks after the slash (default: evenly by weight, the last rank drafts)"
+    )
     group.add_argument("--layer-split", "--mpi-layer-split", metavar="LIST", help=split)
     group.add_argument("--ram", type=size, metavar="SIZE", help=RAM_HELP)
 
