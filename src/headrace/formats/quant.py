@@ -7,8 +7,8 @@ values are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,47 +26,82 @@ _AT_ONCE = 1 << 20
 """Weights expanded at a time, so that what lies between stays in a few MB."""
 
 
-def _f16(b: Bytes) -> F32:
-    """Two columns of bytes to one of f32."""
-    return np.ascontiguousarray(b).view("<f2").astype(np.float32)
+class NumPy:
+    """What the formats ask of an array library; ``kernels/torch_formats.py`` has the same in PyTorch."""
+
+    @staticmethod
+    def f16(b: Bytes) -> F32:
+        """Two columns of bytes to one of f32."""
+        return np.ascontiguousarray(b).view("<f2").astype(np.float32)
+
+    @staticmethod
+    def bf16(b: Bytes) -> F32:
+        return (b.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+    @staticmethod
+    def f32(b: Bytes) -> F32:
+        return b.view("<f4").astype(np.float32, copy=False)
+
+    @staticmethod
+    def unsigned(b: Bytes) -> F32:
+        """The bytes' values."""
+        return b.astype(np.float32)
+
+    @staticmethod
+    def signed(b: Bytes) -> F32:
+        return b.view(np.int8).astype(np.float32)
+
+    @staticmethod
+    def shifts(step: int, like: Bytes) -> Bytes:
+        """0, step, 2 * step ... below 8."""
+        return np.arange(0, 8, step, dtype=np.uint8)
+
+    @staticmethod
+    def side_by_side(parts: Sequence[Bytes]) -> Bytes:
+        return np.hstack(parts)
+
+    @staticmethod
+    def iq4(q: Bytes) -> F32:
+        return IQ4_VALUES[q]
 
 
-def _fields(b: Bytes, bits: int, run: int) -> Bytes:
+# Below, ``x`` is the array library and ``b`` the blocks, uint8 [blocks, block bytes].
+
+
+def _fields(x: Any, b: Any, bits: int, run: int) -> Any:
     """Bit fields by planes: each run of ``run`` bytes holds 8/bits values a byte, lowest bits first as one plane."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    planes: Bytes = (b.reshape(len(b), -1, 1, run) >> shifts) & np.uint8((1 << bits) - 1)
+    planes = (b.reshape(len(b), -1, 1, run) >> x.shifts(bits, b)[:, None]) & ((1 << bits) - 1)
     return planes.reshape(len(b), -1)
 
 
-def _high(b: Bytes, plane: int) -> Bytes:
-    """The fifth bit of 32 weights, a 32-bit number a block (Q5_0, Q5_1), as 0 or 1 << plane."""
-    bits: Bytes = np.unpackbits(np.ascontiguousarray(b), axis=1, bitorder="little")
-    return bits << np.uint8(plane)
+def _in_order(x: Any, b: Any, bits: int) -> Any:
+    """Bit fields byte after byte, lowest bits first."""
+    return ((b[:, :, None] >> x.shifts(bits, b)) & ((1 << bits) - 1)).reshape(len(b), -1)
 
 
-def _q4_0(b: Bytes) -> F32:
-    return _f16(b[:, :2]) * (_fields(b[:, 2:], 4, 16).astype(np.float32) - np.float32(8))
+def _q4_0(x: Any, b: Any) -> Any:
+    return x.f16(b[:, :2]) * (x.unsigned(_fields(x, b[:, 2:], 4, 16)) - 8)
 
 
-def _q4_1(b: Bytes) -> F32:
-    return _f16(b[:, :2]) * _fields(b[:, 4:], 4, 16).astype(np.float32) + _f16(b[:, 2:4])
+def _q4_1(x: Any, b: Any) -> Any:
+    return x.f16(b[:, :2]) * x.unsigned(_fields(x, b[:, 4:], 4, 16)) + x.f16(b[:, 2:4])
 
 
-def _q5_0(b: Bytes) -> F32:
-    q = _fields(b[:, 6:], 4, 16) | _high(b[:, 2:6], 4)
-    return _f16(b[:, :2]) * (q.astype(np.float32) - np.float32(16))
+def _q5_0(x: Any, b: Any) -> Any:
+    q = _fields(x, b[:, 6:], 4, 16) | (_in_order(x, b[:, 2:6], 1) << 4)
+    return x.f16(b[:, :2]) * (x.unsigned(q) - 16)
 
 
-def _q5_1(b: Bytes) -> F32:
-    q = _fields(b[:, 8:], 4, 16) | _high(b[:, 4:8], 4)
-    return _f16(b[:, :2]) * q.astype(np.float32) + _f16(b[:, 2:4])
+def _q5_1(x: Any, b: Any) -> Any:
+    q = _fields(x, b[:, 8:], 4, 16) | (_in_order(x, b[:, 4:8], 1) << 4)
+    return x.f16(b[:, :2]) * x.unsigned(q) + x.f16(b[:, 2:4])
 
 
-def _q8_0(b: Bytes) -> F32:
-    return _f16(b[:, :2]) * b[:, 2:].view(np.int8).astype(np.float32)
+def _q8_0(x: Any, b: Any) -> Any:
+    return x.f16(b[:, :2]) * x.signed(b[:, 2:])
 
 
-def _grouped(q: NDArray[np.float32], scale: F32, minimum: F32 | None = None) -> F32:
+def _grouped(q: Any, scale: Any, minimum: Any = None) -> Any:
     """scale * q - minimum, where the scales are [blocks, groups] and a block's q are its groups' side by side."""
     y = q.reshape(*scale.shape, -1) * scale[:, :, None]
     if minimum is not None:
@@ -74,74 +109,62 @@ def _grouped(q: NDArray[np.float32], scale: F32, minimum: F32 | None = None) -> 
     return y.reshape(len(q), -1)
 
 
-def _q2_k(b: Bytes) -> F32:
-    d, dmin, sub = _f16(b[:, 80:82]), _f16(b[:, 82:84]), b[:, :16]
-    scale, minimum = d * (sub & 15).astype(np.float32), dmin * (sub >> 4).astype(np.float32)
-    return _grouped(_fields(b[:, 16:80], 2, 32).astype(np.float32), scale, minimum)
+def _q2_k(x: Any, b: Any) -> Any:
+    d, dmin, sub = x.f16(b[:, 80:82]), x.f16(b[:, 82:84]), b[:, :16]
+    scale, minimum = d * x.unsigned(sub & 15), dmin * x.unsigned(sub >> 4)
+    return _grouped(x.unsigned(_fields(x, b[:, 16:80], 2, 32)), scale, minimum)
 
 
-def _q3_k(b: Bytes) -> F32:
-    low = _fields(b[:, 96:104], 4, 8)  # 16 sub-scales: 4 low bits in 8 bytes, then 2 high bits in 4
-    sub = (low | (_fields(b[:, 104:108], 2, 4) << 4)).astype(np.float32) - np.float32(32)
-    q = (_fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << 2)).astype(np.float32) - np.float32(4)
-    return _grouped(q, _f16(b[:, 108:110]) * sub)
+def _q3_k(x: Any, b: Any) -> Any:
+    low = _fields(x, b[:, 96:104], 4, 8)  # 16 sub-scales: 4 low bits in 8 bytes, then 2 high bits in 4
+    sub = x.unsigned(low | (_fields(x, b[:, 104:108], 2, 4) << 4)) - 32
+    q = x.unsigned(_fields(x, b[:, 32:96], 2, 32) | (_fields(x, b[:, :32], 1, 32) << 2)) - 4
+    return _grouped(q, x.f16(b[:, 108:110]) * sub)
 
 
-def _k_scales(b: Bytes) -> tuple[F32, F32]:
-    """Q4_K's and Q5_K's twelve bytes: eight 6-bit scales and eight 6-bit minima -> two of [blocks, 8]."""
-    first, second, mixed = b[:, :4], b[:, 4:8], b[:, 8:12]
-    scale = np.hstack((first & 63, (mixed & 15) | ((first >> 6) << 4)))
-    minimum = np.hstack((second & 63, (mixed >> 4) | ((second >> 6) << 4)))
-    return scale.astype(np.float32), minimum.astype(np.float32)
+def _k_grouped(x: Any, b: Any, q: Any) -> Any:
+    """Q4_K and Q5_K: f16 d and dmin, and twelve bytes of eight 6-bit scales and eight 6-bit minima."""
+    first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scale = x.side_by_side((first & 63, (mixed & 15) | ((first >> 6) << 4)))
+    minimum = x.side_by_side((second & 63, (mixed >> 4) | ((second >> 6) << 4)))
+    return _grouped(x.unsigned(q), x.f16(b[:, :2]) * x.unsigned(scale), x.f16(b[:, 2:4]) * x.unsigned(minimum))
 
 
-def _q4_k(b: Bytes) -> F32:
-    scale, minimum = _k_scales(b[:, 4:16])
-    q = _fields(b[:, 16:], 4, 32).astype(np.float32)
-    return _grouped(q, _f16(b[:, :2]) * scale, _f16(b[:, 2:4]) * minimum)
+def _q4_k(x: Any, b: Any) -> Any:
+    return _k_grouped(x, b, _fields(x, b[:, 16:], 4, 32))
 
 
-def _q5_k(b: Bytes) -> F32:
-    scale, minimum = _k_scales(b[:, 4:16])
-    q = (_fields(b[:, 48:], 4, 32) | (_fields(b[:, 16:48], 1, 32) << 4)).astype(np.float32)
-    return _grouped(q, _f16(b[:, :2]) * scale, _f16(b[:, 2:4]) * minimum)
+def _q5_k(x: Any, b: Any) -> Any:
+    return _k_grouped(x, b, _fields(x, b[:, 48:], 4, 32) | (_fields(x, b[:, 16:48], 1, 32) << 4))
 
 
-def _q6_k(b: Bytes) -> F32:
-    q = (_fields(b[:, :128], 4, 64) | (_fields(b[:, 128:192], 2, 32) << 4)).astype(np.float32) - np.float32(32)
-    return _grouped(q, _f16(b[:, 208:210]) * b[:, 192:208].view(np.int8).astype(np.float32))
+def _q6_k(x: Any, b: Any) -> Any:
+    q = x.unsigned(_fields(x, b[:, :128], 4, 64) | (_fields(x, b[:, 128:192], 2, 32) << 4)) - 32
+    return _grouped(q, x.f16(b[:, 208:210]) * x.signed(b[:, 192:208]))
 
 
-def _iq4_nl(b: Bytes) -> F32:
-    return _f16(b[:, :2]) * IQ4_VALUES[_fields(b[:, 2:], 4, 16)]
+def _iq4_nl(x: Any, b: Any) -> Any:
+    return x.f16(b[:, :2]) * x.iq4(_fields(x, b[:, 2:], 4, 16))
 
 
-def _iq4_xs(b: Bytes) -> F32:
-    high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
-    low = np.stack((b[:, 4:8] & 15, b[:, 4:8] >> 4), axis=2).reshape(len(b), 8)
-    sub = (low | ((high & 3) << 4).astype(np.uint8)).astype(np.float32) - np.float32(32)
-    return _grouped(IQ4_VALUES[_fields(b[:, 8:], 4, 16)], _f16(b[:, :2]) * sub)
+def _iq4_xs(x: Any, b: Any) -> Any:
+    # Of each of eight sub-scales two high bits in two bytes of four fields, four low bits in four bytes of two.
+    sub = x.unsigned(_in_order(x, b[:, 4:8], 4) | (_in_order(x, b[:, 2:4], 2) << 4)) - 32
+    return _grouped(x.iq4(_fields(x, b[:, 8:], 4, 16)), x.f16(b[:, :2]) * sub)
 
 
-def _f32(b: Bytes) -> F32:
-    return b.view("<f4").astype(np.float32, copy=False)
-
-
-def _bf16(b: Bytes) -> F32:
-    return (b.view("<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-_EXPAND: dict[str, Callable[[Bytes], F32]] = {
-    "F32": _f32, "F16": _f16, "BF16": _bf16, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
-    "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
+EXPAND: Mapping[str, Callable[[Any, Any], Any]] = {
+    "F32": lambda x, b: x.f32(b), "F16": lambda x, b: x.f16(b), "BF16": lambda x, b: x.bf16(b), "Q4_0": _q4_0,
+    "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k,
+    "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 }  # fmt: skip
+"""Format -> (array library, blocks) -> f32 [blocks, weights a block]."""
 
 
 def dequantise(fmt: str, raw: Bytes, n: int, k: int) -> F32:
     """File bytes of n rows of k values -> f32 [n, k]. Unsupported for a type that isn't in the table."""
-    if fmt not in _EXPAND:
-        raise Unsupported(f"The tensor type {fmt} can't be expanded; types we know: {', '.join(_EXPAND)}.")
+    if fmt not in EXPAND:
+        raise Unsupported(f"The tensor type {fmt} can't be expanded; types we know: {', '.join(EXPAND)}.")
     width, size = BLOCKS[fmt]
     if raw.size != n * row_nbytes(fmt, k):
         raise ValueError(f"{raw.size} bytes given for {n} x {k} of {fmt}")
@@ -150,7 +173,7 @@ def dequantise(fmt: str, raw: Bytes, n: int, k: int) -> F32:
     step = _AT_ONCE // width
     with np.errstate(all="ignore"):  # a file may hold infinite scales: its values are what they are
         for i in range(0, len(blocks), step):
-            out[i : i + step] = _EXPAND[fmt](blocks[i : i + step])
+            out[i : i + step] = EXPAND[fmt](NumPy, blocks[i : i + step])
     return out.reshape(n, k)
 
 
