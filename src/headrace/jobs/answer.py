@@ -27,14 +27,8 @@ def row_id(key: str, line: int) -> str:
 
 def failed(key: str, line: int, custom_id: str | None, code: str, message: str) -> str:
     """A row that can't be honoured, in a sentence."""
-    return _dump(
-        {
-            "id": row_id(key, line),
-            "custom_id": custom_id,
-            "response": None,
-            "error": {"code": code, "message": message},
-        }
-    )
+    error = {"code": code, "message": message}
+    return _dump({"id": row_id(key, line), "custom_id": custom_id, "response": None, "error": error})
 
 
 def answered(
@@ -43,16 +37,12 @@ def answered(
     """A row that was computed; ``jobs``: one per choice. created: seconds since 1970, the same in the whole job."""
     number = row_id(key, line)
     chat = asked.url == CHAT
-    prompt = jobs[0].figures.prompt_tokens
-    completion = sum(len(job.tokens) for job in jobs)
-    body = {
-        "id": ("chatcmpl-" if chat else "cmpl-") + number[-24:],
-        "object": "chat.completion" if chat else "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [_choice(asked, i, job, tokenizer) for i, job in enumerate(jobs)],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
-    }
+    name, kind = ("chatcmpl-", "chat.completion") if chat else ("cmpl-", "text_completion")
+    prompt, completion = jobs[0].figures.prompt_tokens, sum(len(job.tokens) for job in jobs)
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    choices = [_choice(asked, i, job, tokenizer) for i, job in enumerate(jobs)]
+    body = {"id": name + number[-24:], "object": kind, "created": created, "model": model, "choices": choices,
+            "usage": usage}  # fmt: skip
     response = {"status_code": 200, "request_id": number, "body": body}
     return _dump({"id": number, "custom_id": asked.custom_id, "response": response, "error": None})
 

@@ -21,21 +21,16 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
 _COMMON = frozenset(
-    {
-        "model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "frequency_penalty", "presence_penalty",
-        "logit_bias", "logprobs", "user", "stream", "top_k", "min_p", "repeat_penalty", "ignore_eos",
-    }
-)  # fmt: skip
+    """model max_tokens temperature top_p n stop seed frequency_penalty presence_penalty logit_bias logprobs user stream
+    top_k min_p repeat_penalty ignore_eos""".split()  # noqa: SIM905
+)
 _OWN = {
     CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", "response_format"},
     TEXT: _COMMON | {"prompt", "echo", "best_of", "suffix"},
 }
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    "stream": (False, None),
-    "response_format": ({"type": "text"}, None),
-    "echo": (False, None),
-    "suffix": (None, ""),
-}
+    "stream": (False, None), "response_format": ({"type": "text"}, None), "echo": (False, None), "suffix": (None, ""),
+}  # fmt: skip
 """Fields known to us of which only the value that changes nothing can be honoured."""
 _KINDS = {str: "a string", int: "a whole number", bool: "true or false", dict: "an object"}
 
@@ -107,8 +102,7 @@ def custom_id_of(row: Mapping[str, Any]) -> str:
 def understand(row: Mapping[str, Any], job_seed: int) -> Asked:
     """Check every field of a row. Raises BadRequest."""
     custom_id = custom_id_of(row)
-    unknown = sorted(set(row) - {"custom_id", "method", "url", "body"})
-    if unknown:
+    if unknown := sorted(set(row) - {"custom_id", "method", "url", "body"}):
         raise BadRequest(f"The row has a field {shown(unknown[0])} that is not known; leave it out.")
     if row.get("method") != "POST":
         raise BadRequest(f"method is {shown(row.get('method'))}; it must be 'POST'.")
@@ -118,8 +112,7 @@ def understand(row: Mapping[str, Any], job_seed: int) -> Asked:
     body = row.get("body")
     if not isinstance(body, dict):
         raise BadRequest("body must be an object.")
-    unknown = sorted(set(body) - _OWN[url])
-    if unknown:
+    if unknown := sorted(set(body) - _OWN[url]):
         raise BadRequest(f"body has a field {shown(unknown[0])} that is not known for {url}; leave it out.")
     for name, good in _ONLY.items():
         if name in body and not any(type(body[name]) is type(g) and body[name] == g for g in good):
@@ -129,18 +122,10 @@ def understand(row: Mapping[str, Any], job_seed: int) -> Asked:
     if _whole(body, "best_of", choices, 1, 128) != choices:
         raise BadRequest(f"best_of is {body['best_of']}; it can only be the same as n here.")
     prompt, messages = (_prompt(body), None) if url == TEXT else (None, _messages(body))
-    return Asked(
-        custom_id,
-        url,
-        _text(body, "model"),
-        messages,
-        prompt,
-        _limit(body, url),
-        _sampling(body, url, derived_seed(job_seed, custom_id)),
-        _stops(body),
-        bool(_kind(body, "ignore_eos", bool, False)),
-        choices,
-    )
+    model, limit = _text(body, "model"), _limit(body, url)
+    sampling = _sampling(body, url, derived_seed(job_seed, custom_id))
+    stops, ignore_eos = _stops(body), bool(_kind(body, "ignore_eos", bool, False))
+    return Asked(custom_id, url, model, messages, prompt, limit, sampling, stops, ignore_eos, choices)
 
 
 def _kind(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -153,8 +138,7 @@ def _kind(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
-    value: str | None = _kind(body, name, str, None)
-    return value
+    return _kind(body, name, str, None)  # type: ignore[no-any-return]
 
 
 def _whole(body: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
