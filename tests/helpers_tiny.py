@@ -26,8 +26,9 @@ def byte_tokens() -> dict[str, object]:
 
 
 def tiny_model(
-    path: Path, fmt: str = "Q4_0", blocks: int = 4, seed: int = 0, context: int = 2048, text: bool = False
-) -> Path:
+    path: Path, fmt: str = "Q4_0", blocks: int = 4, seed: int = 0, context: int = 2048, text: bool = False,
+    ffn: int = FFN,
+) -> Path:  # fmt: skip
     """A Llama of random weights in GGUF; matrices as ``fmt``, the rest F32. text: with a tokenizer."""
     random = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, int]] = {"token_embd": (VOCAB, WIDTH), "output": (VOCAB, WIDTH)}
@@ -35,7 +36,7 @@ def tiny_model(
         shapes |= {
             f"blk.{i}.attn_q": (HEADS * HEAD, WIDTH), f"blk.{i}.attn_k": (KV_HEADS * HEAD, WIDTH),
             f"blk.{i}.attn_v": (KV_HEADS * HEAD, WIDTH), f"blk.{i}.attn_output": (WIDTH, HEADS * HEAD),
-            f"blk.{i}.ffn_gate": (FFN, WIDTH), f"blk.{i}.ffn_up": (FFN, WIDTH), f"blk.{i}.ffn_down": (WIDTH, FFN),
+            f"blk.{i}.ffn_gate": (ffn, WIDTH), f"blk.{i}.ffn_up": (ffn, WIDTH), f"blk.{i}.ffn_down": (WIDTH, ffn),
         }  # fmt: skip
     tensors: dict[str, tuple[str, tuple[int, ...], list[np.ndarray]]] = {}
     for name, (n, k) in shapes.items():
@@ -47,7 +48,7 @@ def tiny_model(
         tensors[f"{name}.weight"] = ("F32", (WIDTH,), [values])
     metadata: dict[str, object] = {
         "general.architecture": "llama", "llama.context_length": context, "llama.embedding_length": WIDTH,
-        "llama.block_count": blocks, "llama.feed_forward_length": FFN, "llama.attention.head_count": HEADS,
+        "llama.block_count": blocks, "llama.feed_forward_length": ffn, "llama.attention.head_count": HEADS,
         "llama.attention.head_count_kv": KV_HEADS, "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.dimension_count": HEAD, "llama.rope.freq_base": 10000.0, "llama.vocab_size": VOCAB,
     }  # fmt: skip

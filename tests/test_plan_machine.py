@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.errors import BadFile, HeadraceError, Unsupported
 from headrace.plan.machine import Compute, Link, Machine, Tier
 from headrace.plan.plan import Place, Plan, spread
-from headrace.plan.probe import REQUEST, disk_rate, measure, probe
+from headrace.plan.probe import REQUEST, Disk, disk_rate, measure, probe
 from reference_device import ReferenceDevice
 
 RATES = st.floats(1.0, 1e15)
@@ -27,7 +27,10 @@ def machines(draw: st.DrawFn) -> Machine:
     pairs = draw(st.lists(st.tuples(st.sampled_from(names), st.sampled_from(names)), max_size=5))
     links = tuple(Link(a, b, draw(RATES), draw(st.floats(0, 1)), draw(st.sampled_from(["", "bus"]))) for a, b in pairs)
     rows = sorted(draw(st.sets(st.integers(1, 4096), min_size=1, max_size=4)))
-    compute = Compute(names[0], tuple((r, draw(RATES)) for r in rows), draw(RATES), draw(RATES), draw(st.floats(0, 1)))
+    curve = tuple((r, draw(RATES)) for r in rows)
+    more = {"formats": {"Q8_0": curve}, "attends": {"8/4": (draw(RATES), draw(RATES))}, "row": draw(st.floats(0, 1))}
+    more = more if draw(st.booleans()) else {}
+    compute = Compute(names[0], curve, draw(RATES), draw(RATES), draw(st.floats(0, 1)), **more)  # type: ignore[arg-type]
     return Machine(
         "m", tiers, links, (compute,), draw(st.sampled_from([None, Link(names[0], names[0], 1e9)])), {"a": "b"}
     )
@@ -43,13 +46,13 @@ TIERS = st.sampled_from(["device", "host", "disk"])
 
 @given(
     st.lists(st.tuples(st.builds(Place, TIERS, TIERS, TIERS, TIERS), st.integers(1, 9)), min_size=1, max_size=6),
-    st.tuples(*[st.integers(1, 10**6)] * 4),
+    st.tuples(*[st.integers(1, 10**6)] * 7),
     st.sampled_from([4, 8, 16]),
 )
 def test_a_plan_survives_json(kinds: list[tuple[Place, int]], numbers: tuple[int, ...], bits: int) -> None:
     places = tuple(p for place, n in kinds for p in [place] * n)
-    rows, runs, chunk, nodes = numbers
-    plan = Plan("model", "machine", rows, runs, chunk, places, "host", 16, bits, nodes)
+    rows, runs, chunk, nodes, most, slots, frames = numbers
+    plan = Plan("model", "machine", rows, runs, chunk, places, "host", 16, bits, nodes, most, slots, frames)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -74,6 +77,8 @@ PLAN = Plan("m", "c", 1, 1, 1, (Place("host", "host", "host", "host"),), "host")
         {"activations": 3},
         {"model": None},
         {"surprise": 1},
+        {"most": -1},
+        {"frames": True},
     ],
 )
 def test_a_wrong_plan_is_refused_in_one_sentence(change: dict[str, object]) -> None:
@@ -155,9 +160,12 @@ def test_kinds_are_spread_evenly(counts: list[int]) -> None:
 def test_the_probe_measures_a_device(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.write_bytes(bytes(2 * REQUEST))
-    m = probe(ReferenceDevice(), capacity=1 << 30, fmt="F32", disk=data, disk_capacity=1 << 40, rows=(1, 2), width=32,
-              span=1 << 16, length=32)  # fmt: skip
+    m = probe(ReferenceDevice(), capacity=1 << 30, formats=("F32", "Q8_0"), kv=((8, 4),), disk=Disk(data, 1 << 40),
+              rows=(1, 2), width=32, span=1 << 16, length=32)  # fmt: skip
     host = m.computes[0]
+    assert set(host.formats) == {"F32", "Q8_0"} and host.matmul == host.formats["F32"]
+    assert host.attention("8/4", True) == host.attends["8/4"][0] and host.attention("16/16", False) == host.attend_one
+    assert min(host.linear, host.value) > 0
     assert [r for r, _ in host.matmul] == [1, 2] and all(f > 0 for _, f in host.matmul)
     assert min(host.attend, host.attend_one, host.overhead, m.tier("host").read, m.tier("disk").read) > 0
     assert "assumed" in m.sources["disk"]

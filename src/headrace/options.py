@@ -10,8 +10,22 @@ from pathlib import Path
 from headrace.errors import BadRequest
 from headrace.memory.link import Pace
 from headrace.plan.plan import Place
+from headrace.plan.sizes import Objective, Workload
 
 DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the planner may choose, and for which work. free: names of options that the user hasn't pinned.
+
+    machine: a file with the machine's constants; None: as measured before, else measured now.
+    """
+
+    work: Workload
+    objective: Objective = "throughput"
+    free: frozenset[str] = frozenset({"rows", "runs", "sequences", "caches", "kv_disk"})
+    machine: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +66,24 @@ class Options:
     device_ram: int | None = None
     """Bytes of a PyTorch device's own memory that may be used (``ram`` is the host's); None: no limit is kept."""
     places: tuple[Place, ...] | None = None
-    """Where each layer lies and is computed, on a PyTorch device; None: there, the rest crosses from the host."""
+    """Where each layer lies and is computed; None: on a PyTorch device there, the rest crosses from the host; on the
+    CPU as many in memory as fit."""
+    slots: int | None = None
+    """Tokens of cache in all, instead of ``caches``."""
+    choice: Choice | None = None
+    """With ``ram``: let the planner choose, for this work, what ``Choice.free`` names."""
     link: Pace | None = None
     """Slows the link between host and device down to this; None: as fast as it is."""
     attn_sparsity: float = 1.0
     """Under 1: attention takes only this fraction of values, those that weigh most; an approximation."""
+    overlap: bool = True
+    """False: weights and caches are read when they are wanted and no sooner; to measure what reading ahead brings."""
+    nexts: int | None = None
+    """Most next tokens in a run; None: ``rows``."""
+    activations: str | None = None
+    """Where the residual rows of a block wait between layers: "device", "host", "disk"; None: where they were made."""
+    pin_weight: bool = False
+    """On cuda: host memory of weights is pinned, so that it crosses without a copy on the way."""
     host_device: str = "torch:cpu"
     """What computes layers placed at the host: "torch:cpu" (the device's formulas) or "cpu" (fast; other numbers)."""
 
@@ -71,7 +98,7 @@ class Options:
     def __post_init__(self) -> None:
         """BadRequest for a number that is none or makes no sense."""
         least = {"threads": 0, "context": 1, "ram": 0, "caches": 0, "sequences": 1, "rows": 1, "runs": 1,
-                 "kv_frames": 1, "device_ram": 0}  # fmt: skip
+                 "kv_frames": 1, "device_ram": 0, "nexts": 1, "slots": 1}  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= low):

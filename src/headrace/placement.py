@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from headrace import system
 from headrace.config import resolve
-from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable
+from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable, Unsupported
 from headrace.formats.files import free_bytes
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.requant import requantise
@@ -59,7 +60,7 @@ def load_weights(
     folder = options.packs or resolve().cache / "packs"
     blocks = [i for i in own if model.layers[i].kv is not None]
     packed = pack(device, model, blocks, folder, options.tell)
-    return Streamed(device, model, own, streamed, packed)
+    return Streamed(device, model, own, streamed, packed, ahead=options.overlap)
 
 
 def make_cache(
@@ -70,7 +71,7 @@ def make_cache(
     frames = kv_frames(model, shapes, pages, options)
     if options.kv_disk is None or frames is None:
         return HostKV(device, shapes, pages)
-    return DiskKV(device, shapes, pages, frames, options.kv_disk)
+    return DiskKV(device, shapes, pages, frames, options.kv_disk, options.overlap)
 
 
 def stage_shapes(model: Model, options: Options, own: Sequence[int] | None) -> dict[int, KVShape]:
@@ -95,23 +96,6 @@ def kv_frames(model: Model, shapes: Mapping[int, KVShape], pages: int, options: 
     return None if frames >= len(shapes) * pages else frames
 
 
-def cache_nbytes(device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None) -> int:
-    """Memory of the KV cache; what is on disk must have room there (Unavailable)."""
-    shapes = stage_shapes(model, options, own)
-    frames = kv_frames(model, shapes, pages, options)
-    if options.kv_disk is None or frames is None:
-        return sum(device.page_nbytes(shape) for shape in shapes.values()) * pages
-    if not options.kv_disk.is_dir():
-        raise BadFile(f"{options.kv_disk}: there is no such folder for the KV cache; make it first.")
-    extents, free = len(shapes) * pages, free_bytes(options.kv_disk)
-    if extents * stride(device, shapes) > free:
-        raise Unavailable(
-            f"{options.kv_disk}: the KV cache takes {human(extents * stride(device, shapes))} and there are "
-            f"{human(free)}; use another folder (--kv-disk), fewer sequences or a shorter context."
-        )
-    return frames * stride(device, shapes) + extents * BOOKS
-
-
 def pass_bytes(device: Device, model: Model) -> int:
     """Bytes of weights one decode pass reads: everything but the embedding table, of which it reads a row."""
     table = model.layers[-1].tensors["output"]
@@ -130,46 +114,137 @@ def held_nbytes(device: Device, model: Model, own: Sequence[int]) -> dict[int, i
     return sizes
 
 
+class Sizes:
+    """What layers of a model (all, or a stage's ``own``) take, each size looked up once however often they're placed.
+
+    program: bytes that are used already, with what the libraries still take.
+    """
+
+    def __init__(self, device: Device, model: Model, own: Sequence[int] | None = None) -> None:
+        self.device, self.model = device, model
+        self.own = range(len(model.layers)) if own is None else own
+        self.layers = [model.layers[i] for i in self.own]
+        self.program = resident_now() + MARGIN
+        self.held = held_nbytes(device, model, self.own)
+        self.blocks = [i for i in self.own if model.layers[i].kv is not None]
+        self.extents = {i: extent_nbytes(device, model.layers[i]) for i in self.blocks}
+        self.total = sum(self.held.values())
+        self._scratch: dict[int, int] = {}
+        self._cache: dict[tuple[int, int], tuple[dict[int, KVShape], int, int]] = {}
+
+    def scratch(self, rows: int) -> int:
+        if rows not in self._scratch:
+            self._scratch[rows] = scratch_nbytes(self.device, self.model, rows, self.layers)
+        return self._scratch[rows]
+
+    def cache(self, bits: tuple[int, int]) -> tuple[dict[int, KVShape], int, int]:
+        """Shapes of the layers' caches, bytes of a page of all of them, and of a page's place on disk."""
+        if bits not in self._cache:
+            kv = {i: self.model.layers[i].kv for i in self.own}
+            shapes = {i: replace(s, k_bits=bits[0], v_bits=bits[1]) for i, s in kv.items() if s is not None}
+            page = sum(self.device.page_nbytes(shape) for shape in shapes.values())
+            self._cache[bits] = shapes, page, stride(self.device, shapes)
+        return self._cache[bits]
+
+    def cached(self, pages: int, options: Options) -> int:
+        """Memory of the KV cache; what is on disk must have room there (Unavailable)."""
+        shapes, page, place = self.cache(options.kv_bits)
+        frames = kv_frames(self.model, shapes, pages, options)
+        if options.kv_disk is None or frames is None:
+            return page * pages
+        if not options.kv_disk.is_dir():
+            raise BadFile(f"{options.kv_disk}: there is no such folder for the KV cache; make it first.")
+        extents, free = len(shapes) * pages, free_bytes(options.kv_disk)
+        if extents * place > free:
+            raise Unavailable(
+                f"{options.kv_disk}: the KV cache takes {human(extents * place)} and there are {human(free)}; "
+                "use another folder (--kv-disk), fewer sequences or a shorter context."
+            )
+        return frames * place + extents * BOOKS
+
+    def working(self, options: Options) -> int:
+        """Registers of a run, residual rows of the others of a block, and logits of every row that may want them."""
+        ends = self.model.layers[-1] in self.layers
+        logits = 4 * self.model.spec.vocab * min(options.rows, options.sequences) if ends else 0
+        return self.scratch(options.rows) + 4 * self.model.spec.width * options.rows * (options.runs - 1) + logits
+
+    def streaming(self, streamed: Sequence[int]) -> tuple[int, int]:
+        """(bytes of what stays, bytes of the buffers) when these are streamed."""
+        buffers = min(BUFFERS, len(streamed)) * max((self.extents[i] for i in streamed), default=0)
+        return self.total - sum(self.held[i] for i in streamed), buffers
+
+    def streamed(self, left: int) -> list[int] | None:
+        """The fewest blocks that must stream for the weights to fit into ``left`` bytes, spread evenly; None: never."""
+        largest = max((self.held[i] for i in self.blocks), default=0)
+        for count in range(max(2, -(-(self.total - left) // max(1, largest))), len(self.blocks) + 1):
+            some = [self.blocks[i] for i in evenly(count, len(self.blocks))]
+            if sum(self.streaming(some)) <= left:
+                return some
+        return None
+
+
 def place(
-    budget: Budget, device: Device, model: Model, pages: int, options: Options, own: Sequence[int] | None = None
+    budget: Budget,
+    device: Device,
+    model: Model,
+    pages: int,
+    options: Options,
+    own: Sequence[int] | None = None,
+    sizes: Sizes | None = None,
 ) -> list[int]:
     """Which layers must stream for everything to fit the budget, spread evenly; counts it all before a byte is loaded.
+    Those that ``options.places`` put on the disk, where it is given.
 
-    own: a stage's layers (None: all). Each stage has a budget of its own.
+    own: a stage's layers (None: all). Each stage has a budget of its own. sizes: when they are known already.
 
     OverBudget, with the numbers, when not even the smallest placement fits.
     """
     bits = f"{options.kv_bits[0]}/{options.kv_bits[1]}"
-    own = range(len(model.layers)) if own is None else own
-    layers = [model.layers[i] for i in own]
-    per_page = page_nbytes(device, layers, options.kv_bits)
-    budget.take("program", resident_now() + MARGIN, "give a larger --ram")
-    budget.take(
-        "working buffers", scratch_nbytes(device, model, options.rows, layers), "fewer rows a run would take less"
-    )
-    remedy = f"a token of context takes {human(per_page / PAGE)} at {bits} KV bits (-c, --kv-bits, --kv-disk)"
-    budget.take("KV cache", cache_nbytes(device, model, pages, options, own), remedy)
-    sizes = held_nbytes(device, model, own)
-    total = sum(sizes.values())
-    if budget.left is None or total <= budget.left:
-        budget.take("weights", total)
-        return []
-    blocks = [i for i in own if model.layers[i].kv is not None]
-    for count in range(2, len(blocks) + 1):
-        streamed = [blocks[i] for i in evenly(count, len(blocks))]
-        buffers = min(BUFFERS, count) * max(extent_nbytes(device, model.layers[i]) for i in streamed)
-        stay = total - sum(sizes[i] for i in streamed)
-        if stay + buffers <= budget.left:
-            budget.take("resident weights", stay)
-            budget.take("streaming buffers", buffers)
-            return streamed
-    need = budget.used + total - sum(sizes[i] for i in blocks) + BUFFERS * max((sizes[i] for i in blocks), default=0)
+    sizes = sizes or Sizes(device, model, own)
+    budget.take("program", sizes.program, "give a larger --ram")
+    budget.take("working buffers", sizes.working(options), "fewer rows a run would take less")
+    token = human(sizes.cache(options.kv_bits)[1] / PAGE)
+    remedy = f"a token of context takes {token} at {bits} KV bits (-c, --kv-bits, --kv-disk)"
+    budget.take("KV cache", sizes.cached(pages, options), remedy)
+    if options.places is not None:
+        streamed: list[int] | None = placed_on_disk(model, options, sizes.blocks)
+    elif budget.left is None or sizes.total <= budget.left:
+        streamed = []
+    else:
+        streamed = sizes.streamed(budget.left)
+    if streamed is not None:
+        stay, buffers = sizes.streaming(streamed)
+        budget.take("resident weights" if streamed else "weights", stay, "let more layers stream")
+        if streamed:
+            budget.take("streaming buffers", buffers, "let more layers stream")
+        return streamed
+    need = budget.used + sum(sizes.streaming(sizes.blocks))
     ledger = ", ".join(f"{name} {human(size)}" for name, size in budget.items.items())
     raise OverBudget(
         f"Even with every block streamed from disk this needs {human(need)} and the budget is "
         f"{human(options.ram or 0)} ({ledger}, and {BUFFERS} layers of weights at a time); a shorter context (-c), "
         "fewer KV bits (--kv-bits 8/4) or a larger --ram would fit."
     )
+
+
+def placed_on_disk(model: Model, options: Options, blocks: Sequence[int]) -> list[int]:
+    """The layers that ``options.places`` let stream; Unsupported for what this device can't do."""
+    places = options.places or ()
+    if len(places) != len(model.layers):
+        raise Unsupported(f"{len(places)} places are given and the model has {len(model.layers)} layers.")
+    for i, (layer, p) in enumerate(zip(model.layers, places, strict=True)):
+        if p.compute != "host" or p.weights not in ("host", "disk") or p.kv not in ("host", "disk"):
+            raise Unsupported(f"Layer {layer.key} can't be placed as {p}: the CPU computes from host and disk.")
+        if p.weights == "disk" and layer.kv is None and i not in blocks:
+            raise Unsupported(f"Layer {layer.key} can't be placed as {p}: only blocks are streamed.")
+    return [i for i in blocks if places[i].weights == "disk"]
+
+
+def cache_pages(device: Device, model: Model, context: int, options: Options) -> int:
+    """Pages of cache for all sequences together; a single one always has room for the whole context."""
+    if options.slots is not None:
+        return max(pages_for(options.slots), pages_for(context))
+    return pages_for(context) * (options.caches or affordable_caches(device, model, context, options))
 
 
 def affordable_caches(device: Device, model: Model, context: int, options: Options) -> int:

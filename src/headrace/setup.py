@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace import drafting
 from headrace.cluster.loopback import Loopback
@@ -36,6 +37,9 @@ from headrace.run.stage import Stage
 from headrace.run.tiers import TieredComputer
 from headrace.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from headrace.planning import Expect
+
 
 @dataclass
 class Parts:
@@ -52,6 +56,8 @@ class Parts:
     pass_bytes: int
     kv_bits: tuple[int, int]
     draft: drafting.Draft | None = None
+    expect: Expect | None = None
+    """What the plan that decided should take, for any work; None where nothing was decided."""
 
     @property
     def name(self) -> str:
@@ -82,11 +88,12 @@ def build(path: Path, options: Options) -> Parts:
 
 
 def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
-    if (options.device_ram, options.places, options.link) != (None, None, None):
+    if (options.device_ram, options.link) != (None, None):
         raise Unsupported(f"The device {options.device} has no memory of its own to place layers in (--device).")
     context = context_of(model, options.context)
     threads, batch = options.threads or cores(), batch_threads(options)
     device = make_device(options.device, threads=threads, cpu=options.cpu, batch=batch)
+    options, expect = _decided(device, model, options)
     layers = model.layers
     wish = drafting.wish_of(options)
     policy = drafting.policy_of(wish)
@@ -95,6 +102,7 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     budget = Budget(options.ram)
     caches = options.caches or affordable_caches(device, model, context, options)
     pages = pages_for(context + policy.most_guesses) * caches
+    pages = pages if options.slots is None else max(pages_for(options.slots), pages // caches)
     draft = drafting.draft_of(wish, model, tokenizer, replace(options, caches=caches), context)
     if draft is not None:
         draft.take(budget, device, options.rows)
@@ -109,8 +117,17 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     loop = Loopback(Head(pages, order, policy), stages, drafter, drafts=len(stages) - 1)
     return Parts(
         model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model), options.kv_bits,
-        draft,
+        draft, expect,
     )  # fmt: skip
+
+
+def _decided(device: Device, model: Model, options: Options) -> tuple[Options, Expect | None]:
+    """The planner has its say where it was asked and there is a limit; its modules take a while to import."""
+    if options.choice is None or options.drafter or (options.ram is None and options.places is None):
+        return options, None
+    from headrace.planning import decide
+
+    return decide(device, model, options)
 
 
 def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:

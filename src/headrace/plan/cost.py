@@ -6,6 +6,9 @@ runs in flight allow: ``max(max_r sum_l use[l, r], sum_l chain[l] / runs)``. Lay
 (``plan.spread``) and read through a ring of two, which is what makes the sum, not each layer's maximum, the bound.
 FlexGen's model (paper section 4.3) has the same terms; here tiers and resources are data, and prompt passes may be
 cut in chunks. All of it is linear in how many layers have each place: ``search.py`` relies on that.
+
+Of a plan with ``most`` the runs are our own loop's (``run/schedule.py``): a pass has as many as its rows need, each
+of at most ``most`` rows, and logits only for the rows that want them.
 """
 
 from __future__ import annotations
@@ -37,20 +40,30 @@ class Knobs:
     k_bits: int = 16
     v_bits: int = 16
     nodes: int = 1
+    most: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Knobs:
-        return cls(plan.rows, plan.runs, plan.chunk, plan.activations, plan.k_bits, plan.v_bits, plan.nodes)
+        return cls(plan.rows, plan.runs, plan.chunk, plan.activations, plan.k_bits, plan.v_bits, plan.nodes, plan.most)
+
+    @property
+    def block(self) -> int:
+        """Sequences in a block."""
+        return self.rows * self.runs
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One pass: ``tokens`` a sequence, ``seen`` positions a row attends to on average, ``earlier`` of them cached."""
+    """One pass: ``tokens`` a sequence, ``seen`` positions a row attends to on average, ``earlier`` of them cached;
+    ``runs`` of ``rows`` rows, of which ``wanted`` need logits (under 1: not every run has one)."""
 
     tokens: int
     seen: float
     earlier: float
     prompt: bool
+    rows: float
+    runs: int
+    wanted: float
 
 
 @dataclass
@@ -60,7 +73,7 @@ class Use:
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     chain: float = 0.0
 
-    def send(self, path: Iterable[Link], nbytes: float, times: int = 1, chained: bool = False) -> None:
+    def send(self, path: Iterable[Link], nbytes: float, times: float = 1, chained: bool = False) -> None:
         for link in path:
             seconds = nbytes / link.rate + times * link.latency if nbytes else 0.0
             self.busy[link.shared] += seconds
@@ -94,10 +107,20 @@ class Costing:
         chunk = min(knobs.chunk, work.prompt_len)
         self.passes = -(-work.prompt_len // chunk)
         earlier = (work.prompt_len - chunk) / 2
-        self.prompt = Phase(chunk, (work.prompt_len + 1) / 2, earlier, True)
+        self.prompt = self._phase(chunk, (work.prompt_len + 1) / 2, earlier, True)
         middle = work.prompt_len + work.gen_len / 2
-        self.next = Phase(1, middle, middle, False)
+        self.next = self._phase(1, middle, middle, False)
         self._cache: dict[tuple[object, ...], Option] = {}
+
+    def _phase(self, tokens: int, seen: float, earlier: float, prompt: bool) -> Phase:
+        k = self.knobs
+        if not k.most:
+            return Phase(tokens, seen, earlier, prompt, k.rows * tokens, k.runs, k.rows)
+        rows = k.block * tokens
+        runs = -(-rows // k.most)
+        return Phase(
+            tokens, seen, earlier, prompt, rows / runs, runs, k.block / (runs * (self.passes if prompt else 1))
+        )
 
     @cached_property
     def slots(self) -> int:
@@ -132,42 +155,54 @@ class Costing:
     def _use(self, layer: LayerCost, place: Place, phase: Phase) -> Use:
         m, k = self.machine, self.knobs
         use, here = Use(), self._compute(place.compute)
-        rows = k.rows * phase.tokens
-        hop = F32 * rows * self.model.width * k.runs
+        rows, runs = phase.rows, phase.runs
+        hop = F32 * rows * self.model.width * runs
         if layer.kind == "embed":  # a gather: only the rows' own bytes move
-            use.send(m.path(place.weights, place.compute), hop, k.runs)
-            use.work(place.compute, hop / m.tier(place.compute).read)
+            use.send(m.path(place.weights, place.compute), hop, runs)
+            use.work(place.compute, hop / m.tier(place.compute).read + runs * (here.overhead + rows * here.row))
         else:
             use.send(m.path(place.weights, place.compute), layer.nbytes)
-            wanted = k.rows if layer.kind == "output" else rows
-            flops = 2 * layer.macs * wanted / here.rate(wanted)
-            use.work(place.compute, k.runs * (max(flops, layer.nbytes / m.tier(place.compute).read) + here.overhead))
+            wanted = phase.wanted if layer.kind == "output" else rows
+            seconds = self._arithmetic(layer, here, max(1.0, wanted)) * min(1.0, wanted)
+            use.work(place.compute, runs * (seconds + here.overhead))
         if layer.query:
             self._attention(use, layer, place, phase)
         if k.activations != place.compute:
-            use.send(m.path(k.activations, place.compute), hop, k.runs, chained=True)
-            use.send(m.path(place.compute, k.activations), hop, k.runs, chained=True)
+            use.send(m.path(k.activations, place.compute), hop, runs, chained=True)
+            use.send(m.path(place.compute, k.activations), hop, runs, chained=True)
         return use
+
+    def _arithmetic(self, layer: LayerCost, here: Compute, rows: float) -> float:
+        """Seconds of a run's matrix products, norms and activations in a layer."""
+        if layer.formats and here.formats:
+            parts = zip(layer.matrices, layer.formats, strict=True)
+            products = sum(2 * n * rows / here.rate(rows, fmt) for n, fmt in parts)
+        else:
+            products = 2 * layer.macs * rows / here.rate(rows)
+        read = layer.nbytes / self.machine.tier(here.tier).read
+        return max(products, read) + here.linear * len(layer.matrices) + here.value * layer.values * rows
 
     def _attention(self, use: Use, layer: LayerCost, place: Place, phase: Phase) -> None:
         m, k = self.machine, self.knobs
-        rows, kv = k.rows * phase.tokens * k.runs, layer.kv_bytes(k.k_bits, k.v_bits)
+        rows, kv = phase.rows * phase.runs, layer.kv_bytes(k.k_bits, k.v_bits)
         limit = layer.window or float("inf")
         seen, earlier = min(phase.seen, limit), min(phase.earlier, limit)
         where = place.compute if phase.prompt else place.attend
         compute = m.compute(where) or self._compute(place.compute)
-        rate = compute.attend if phase.prompt else compute.attend_one
+        rate = compute.attention(f"{k.k_bits}/{k.v_bits}", phase.prompt)
         if rate <= 0:
             raise Unsupported(f"machine {m.name!r} can't attend at tier {where!r}.")
         flops = 4 * layer.query * rows * seen
-        cached = k.rows * k.runs * kv * earlier
+        cached = k.block * kv * earlier
+        # Our cache on disk moves in pages, each a request; elsewhere a run's cache is one.
+        reads, writes = (cached / kv / PAGE, rows / PAGE) if k.most else (phase.runs, phase.runs)
         use.work(where, max(flops / rate, cached / m.tier(where).read))
-        use.send(m.path(place.kv, where), cached, k.runs)
-        use.send(m.path(place.compute, place.kv), rows * kv, k.runs)
+        use.send(m.path(place.kv, where), cached, reads)
+        use.send(m.path(place.compute, place.kv), rows * kv, writes)
         if where != place.compute:  # the query down, the result back, never the cache up
             row = F32 * rows * layer.query
-            use.send(m.path(place.compute, where), row, k.runs, chained=True)
-            use.send(m.path(where, place.compute), row, k.runs, chained=True)
+            use.send(m.path(place.compute, where), row, phase.runs, chained=True)
+            use.send(m.path(where, place.compute), row, phase.runs, chained=True)
 
     def fixed(self, computes: Iterable[str]) -> dict[str, int]:
         """Bytes by tier whatever the places: activations of the block, working registers of a run, reserved."""
@@ -215,7 +250,8 @@ class Costing:
             reserved = self.machine.tier(name).reserved
             memory[name]["reserved"] += reserved
             memory[name]["working"] += size - reserved
-        return self._times(options, {t: {k: round(v) for k, v in c.items() if v} for t, c in memory.items()})
+        tidy = {t: {k: round(v) for k, v in c.items() if v} for t, c in memory.items()}
+        return self.times([(option, 1) for option in options], tidy)
 
     def ring(self, option: Option) -> dict[str, int]:
         """Bytes a streamed layer's buffers take by tier: two of a block, one of the output layer."""
@@ -226,17 +262,21 @@ class Costing:
         """Bytes of the two buffers a run's cache of a layer is fetched into."""
         return RING * self.knobs.rows * self.slots * layer.kv_bytes(self.knobs.k_bits, self.knobs.v_bits)
 
-    def _times(self, options: list[Option], memory: dict[str, dict[str, int]]) -> Prediction:
+    def times(self, options: Iterable[tuple[Option, int]], memory: Mapping[str, Mapping[str, int]]) -> Prediction:
+        """The cost of so many layers of each kind and place."""
+        options = list(options)
         k, seconds, terms = self.knobs, {}, {}
         for name, phase in (("prefill", self.prompt), ("decode", self.next)):
             busy: dict[str, float] = defaultdict(float)
             chain = 0.0
-            for option in options:
+            for option, count in options:
                 use: Use = getattr(option, name)
-                chain += use.chain
+                chain += use.chain * count
                 for resource, s in use.busy.items():
-                    busy[resource] += s
-            times = {r: t * self.share() for r, t in busy.items()} | {"one run's chain": chain * self.share() / k.runs}
+                    busy[resource] += s * count
+            times = {r: t * self.share() for r, t in busy.items()} | {
+                "one run's chain": chain * self.share() / phase.runs
+            }
             if k.nodes > 1:
                 times["network"] = self.hop(phase)
             terms[name] = dict(sorted(times.items(), key=lambda item: (-item[1], item[0])))
@@ -259,11 +299,13 @@ class Prediction:
     decode_hop: float
     terms: Mapping[str, Mapping[str, float]]
     memory: Mapping[str, Mapping[str, int]]
+    rest: float | None = None
+    """Seconds of a last, smaller block; None: its share of a whole one's."""
 
     @property
     def block(self) -> int:
         """Sequences a block has."""
-        return self.knobs.rows * self.knobs.runs
+        return self.knobs.block
 
     @property
     def prefill(self) -> float:
@@ -281,7 +323,10 @@ class Prediction:
     @property
     def total(self) -> float:
         """Seconds of the whole workload: blocks follow each other, places of finished sequences are taken at once
-        (so a last short block costs its share only), and the last block still has the later nodes to pass."""
+        (so a last short block costs its share only, unless ``rest`` says), and the last block still has the later
+        nodes to pass."""
+        if self.rest is not None:
+            return self.work.batch // self.block * self.block_seconds + self.rest
         return max(1.0, self.work.batch / self.block) * self.block_seconds + self.latency - self.block_seconds
 
     @property

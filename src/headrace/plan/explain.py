@@ -40,15 +40,23 @@ def headline(model: ModelCost, p: Prediction) -> str:
 def placement(plan: Plan) -> str:
     """Block shape and how many layers have which place."""
     counts = Counter(plan.places)
-    out = [
-        f"Block: {plan.runs} runs of {plan.rows} sequences, prompts {plan.chunk} tokens at a time, activations on "
-        f"{plan.activations}, cache {plan.k_bits}/{plan.v_bits} bits"
-        + (f", {plan.nodes} nodes" if plan.nodes > 1 else "")
-        + "."
-    ]
+    shape = f"Block: {shape_of(plan)}, cache {plan.k_bits}/{plan.v_bits} bits"
+    out = [shape + (f", {plan.nodes} nodes" if plan.nodes > 1 else "") + "."]
     table = [("layers", "weights", "computed", "cache", "attends")]
     table += [(str(n), p.weights, p.compute, p.kv, p.attend) for p, n in sorted(counts.items())]
     return out[0] + "\n" + lines(table)
+
+
+def shape_of(plan: Plan) -> str:
+    """Sequences, rows and runs, in words."""
+    if not plan.most:
+        return (
+            f"{plan.runs} runs of {plan.rows} sequences, prompts {plan.chunk} tokens at a time, activations on "
+            f"{plan.activations}"
+        )
+    runs = -(-plan.sequences * plan.chunk // plan.most)
+    frames = f", {plan.frames} pages of the cache in memory" if plan.frames else ""
+    return f"{plan.sequences} sequences at a time, runs of up to {plan.most} rows, {runs} in a pass{frames}"
 
 
 def _memory(machine: Machine, p: Prediction) -> str:
@@ -72,4 +80,7 @@ def _terms(p: Prediction) -> str:
 def _loser(c: Candidate) -> tuple[str, ...]:
     weights, kv = (Counter(getattr(p, what) for p in c.plan.places).most_common(1)[0][0] for what in ("weights", "kv"))
     where = f"weights mostly {weights}, cache mostly {kv}"
+    if c.plan.most:
+        where = f"{sum(p.streams for p in c.plan.places)} layers stream"
+        return (shape_of(c.plan), where, c.why)
     return (f"{c.plan.runs} runs of {c.plan.rows}, prompts by {c.plan.chunk}", where, c.why)

@@ -56,7 +56,10 @@ class Compute:
 
     Between points the rate is interpolated over log(rows), outside it is the end point's. ``attend``: FLOP/s of
     attention for prompts, ``attend_one`` when each row has its own cache (decode); 0: it can't attend.
-    ``overhead``: seconds a (layer, run) step costs beside arithmetic.
+    ``overhead``: seconds a (layer, run) step costs beside arithmetic. What is known of more (``probe`` measures it):
+    ``formats`` and ``attends``: curves by storage format and attention rates by KV bits ("8/4"), where they differ;
+    ``linear``: seconds a matrix product costs beside arithmetic; ``value``: seconds an f32 value takes in norms and
+    activations; ``row``: seconds the loop takes for a row of a pass.
     """
 
     tier: str
@@ -64,10 +67,20 @@ class Compute:
     attend: float = 0.0
     attend_one: float = 0.0
     overhead: float = 0.0
+    formats: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    attends: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    linear: float = 0.0
+    value: float = 0.0
+    row: float = 0.0
 
-    def rate(self, rows: float) -> float:
+    def attention(self, bits: str, prompt: bool) -> float:
+        """FLOP/s of attention over a cache of these K/V bits."""
+        prompts, nexts = self.attends.get(bits, (self.attend, self.attend_one))
+        return prompts if prompt else nexts
+
+    def rate(self, rows: float, fmt: str = "") -> float:
         """FLOP/s of a matrix product with this many rows."""
-        points = self.matmul
+        points = self.formats.get(fmt, self.matmul)
         if rows <= points[0][0]:
             return points[0][1]
         for (r0, f0), (r1, f1) in itertools.pairwise(points):
@@ -106,8 +119,10 @@ class Machine:
         for compute in self.computes:
             if compute.tier not in names:
                 raise Unsupported(f"machine {self.name!r}: computes at {compute.tier!r}, which is no tier.")
-            rows = [r for r, _ in compute.matmul]
-            if rows != sorted(set(rows)) or any(f <= 0 for _, f in compute.matmul):
+            for curve in (compute.matmul, *compute.formats.values()):
+                rows = [r for r, _ in curve]
+                if rows == sorted(set(rows)) and all(f > 0 for _, f in curve):
+                    continue
                 raise Unsupported(f"machine {self.name!r}: matmul rows at {compute.tier} must ascend.")
 
     def tier(self, name: str) -> Tier:
@@ -165,12 +180,25 @@ class Machine:
         made = dict(data)
         for name, kind in (("tiers", Tier), ("links", Link), ("computes", Compute)):
             made[name] = tuple(build(kind, x, f"machine {name}") for x in items(data, name, "machine"))
-        made["computes"] = tuple(
-            dataclasses.replace(c, matmul=tuple((int(r), float(f)) for r, f in c.matmul)) for c in made["computes"]
-        )
+        try:
+            made["computes"] = tuple(
+                dataclasses.replace(
+                    c,
+                    matmul=_curve(c.matmul),
+                    formats={name: _curve(points) for name, points in c.formats.items()},
+                    attends={bits: (float(a), float(b)) for bits, (a, b) in c.attends.items()},
+                )
+                for c in made["computes"]
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise BadFile(f"this machine's rates can't be read: {error}.") from None
         if data.get("network") is not None:
             made["network"] = build(Link, data["network"], "machine network")
         return build(cls, made, "machine")
+
+
+def _curve(points: Any) -> tuple[tuple[int, float], ...]:
+    return tuple((int(r), float(f)) for r, f in points)
 
 
 def _positive(machine: str, what: str, value: float) -> None:

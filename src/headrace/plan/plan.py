@@ -38,6 +38,10 @@ class Plan:
     sequence contributes to one pass; ``places``: one for each layer of the model, in order; ``activations``: the
     tier of the residual rows between layers; ``nodes``: pipeline stages the layers are split over evenly, each
     node a machine like the one planned for.
+
+    ``most``: how our own loop runs it: runs of at most so many rows, whosever they are (0: FlexGen's way, a run is
+    always ``rows`` sequences). A block then has as many runs as it takes. ``slots``: tokens of cache in all, and
+    ``frames``: pages of a cache on disk that are in memory (0: as many as the rest says).
     """
 
     model: str
@@ -50,12 +54,15 @@ class Plan:
     k_bits: int = 16
     v_bits: int = 16
     nodes: int = 1
+    most: int = 0
+    slots: int = 0
+    frames: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "runs", "chunk", "nodes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise Unsupported(f"plan: {name} must be a whole number of at least 1, got {value!r}.")
+        for name in ("rows", "runs", "chunk", "nodes", "most", "slots", "frames"):
+            value, least = getattr(self, name), int(name in ("rows", "runs", "chunk", "nodes"))
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise Unsupported(f"plan: {name} must be a whole number of at least {least}, got {value!r}.")
         for name in ("k_bits", "v_bits"):
             if getattr(self, name) not in (4, 8, 16):
                 raise Unsupported(f"plan: {name} must be 4, 8 or 16, got {getattr(self, name)!r}.")

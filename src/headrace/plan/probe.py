@@ -19,15 +19,17 @@ import numpy as np
 from headrace.errors import Unsupported
 from headrace.formats.files import DirectFile
 from headrace.kernels.device import PAGE, Device, KVShape, Rows
-from headrace.kernels.ops import Attend, Linear, Op, Scale
+from headrace.kernels.ops import Act, Add, Attend, Linear, Norm, Op, Scale
 from headrace.plan.machine import Compute, Link, Machine, Tier
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-WIDTH = 2048
-BEYOND_CACHES = 192 << 20
+WIDTH = 1024
+BEYOND_CACHES = 128 << 20
 """Bytes of weights gone through in turn, so that one row reads them from memory."""
 REQUEST = 8 << 20
 """Bytes of a disk read."""
+WEIGHTS = 2 << 20
+"""Bytes of a read of streamed weights (``memory.stream.REQUEST``)."""
 ALIGN = 4096
 
 
@@ -40,10 +42,22 @@ class Streams(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """What a device measured: a compute, and the bytes/s at which one row's weights stream."""
+    """What a device measured: a compute, and the bytes/s at which its memory is read."""
 
     compute: Compute
     memory: float
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A disk to be measured: a file on it of at least some tens of MB, and its room. ``write`` 0: half as fast as read.
+
+    rate: taken as given, nothing is read then."""
+
+    path: Path
+    capacity: int = 0
+    write: float = 0.0
+    rate: float = 0.0
 
 
 def probe(
@@ -52,53 +66,56 @@ def probe(
     tier: str = "host",
     capacity: int,
     reserved: int = 0,
-    fmt: str = "Q8_0",
-    disk: Path | None = None,
-    disk_capacity: int = 0,
-    disk_write: float = 0.0,
+    formats: Sequence[str] = ("Q8_0",),
+    kv: Sequence[tuple[int, int]] = ((16, 16),),
+    disk: Disk | None = None,
     rows: Sequence[int] = ROWS,
     width: int = WIDTH,
     span: int = BEYOND_CACHES,
     length: int = 1024,
 ) -> Machine:
-    """The machine of one device and at most one disk, by measurement (a few seconds).
-
-    ``disk``: a file of at least some hundred MB on the disk to measure (the model's); ``disk_write`` 0: half the
-    read rate is assumed, and said so in ``sources``.
-    """
-    sample = measure(device, tier, fmt, rows, width, span, length)
+    """The machine of one device and at most one disk, by measurement (a few seconds; one more a format)."""
+    sample = measure(device, tier, formats, kv, rows, width, span, length)
     tiers = [Tier(tier, capacity, sample.memory, sample.memory, reserved)]
     links: list[Link] = []
-    sources = {"device": f"{device.name}, {fmt}, width {width}, measured"}
+    sources = {"device": f"{device.name}, width {width}, measured"}
     if disk is not None:
-        read = disk_rate(disk)
-        write = disk_write or read / 2
-        tiers.append(Tier("disk", disk_capacity, read, write))
-        links = [Link("disk", tier, read, 0.0, "disk"), Link(tier, "disk", write, 0.0, "disk")]
-        sources["disk"] = f"direct reads of {REQUEST >> 20} MiB from {disk.name}, measured" + (
-            "" if disk_write else "; writes assumed half as fast"
-        )
+        read = disk.rate or disk_rate(disk.path, WEIGHTS, 4, 0.7)
+        small = 0.0 if disk.rate else pages_cost(disk.path, read)
+        write = disk.write or read / 2
+        tiers.append(Tier("disk", disk.capacity, read, write))
+        links = [Link("disk", tier, read, small, "disk"), Link(tier, "disk", write, small, "disk")]
+        how = "as given" if disk.rate else f"direct reads from {disk.path.name}, measured"
+        sources["disk"] = how + ("" if disk.write else "; writes assumed half as fast")
     return Machine("this machine", tuple(tiers), tuple(links), (sample.compute,), None, sources)
 
 
 def measure(
     device: Device,
     tier: str,
-    fmt: str = "Q8_0",
+    formats: Sequence[str] = ("Q8_0",),
+    kv: Sequence[tuple[int, int]] = ((16, 16),),
     rows: Sequence[int] = ROWS,
     width: int = WIDTH,
     span: int = BEYOND_CACHES,
     length: int = 1024,
 ) -> Sample:
     """Matrix and attention rates of a device. Rows ascending; ``span``: bytes of weights gone through in turn;
-    ``length``: of the sequences attended to, whole pages."""
+    ``length``: of the sequences attended to, whole pages; ``kv``: (K bits, V bits) of their caches."""
     if list(rows) != sorted(set(rows)) or not rows or rows[0] < 1:
         raise Unsupported(f"probing needs ascending row counts of at least 1, got {list(rows)}.")
-    curve, nbytes, seconds = matmul_curve(device, fmt, rows, width, span)
+    curves = {fmt: matmul_curve(device, fmt, rows, width, span) for fmt in formats}
+    first, nbytes, seconds = next(iter(curves.values()))
     read = device.bandwidth() if isinstance(device, Streams) else nbytes / seconds
+    rates = {
+        f"{k}/{v}": (attend_rate(device, 1, length, bits=(k, v)), attend_rate(device, 16, length, bits=(k, v)))
+        for k, v in kv
+    }
+    prompt, following = next(iter(rates.values()))
     compute = Compute(
-        tier, curve, attend_rate(device, 1, length), attend_rate(device, 16, length), overhead(device, width)
-    )
+        tier, first, prompt, following, overhead(device, width), {fmt: c[0] for fmt, c in curves.items()}, rates,
+        linear_cost(device), value_cost(device),
+    )  # fmt: skip
     return Sample(compute, read)
 
 
@@ -107,7 +124,7 @@ def matmul_curve(
 ) -> tuple[tuple[tuple[int, float], ...], int, float]:
     """((rows, FLOP/s), ...), and the bytes and seconds of going through all weights at the first row count.
 
-    A step is two matrices [4 width, width] and back, in a chain of unlike weights bigger than any cache.
+    A step is two matrices [4 width, width] and back, for few rows in a chain of unlike weights bigger than any cache.
     """
     ops: tuple[Op, ...] = (Linear("h", "x", "up"), Linear("x", "h", "down"))
     program = device.compile(ops, width)
@@ -117,7 +134,7 @@ def matmul_curve(
     curve, first = [], 0.0
     for count in rows:
         run, x = _rows([(1, 1)] * count), np.zeros((count, width), np.float32)
-        some = steps if count <= 16 else steps[:2]
+        some = steps if count <= 4 else steps[:1]
 
         def go(some: Any = some, x: Any = x, run: Any = run) -> None:
             for step in some:
@@ -129,17 +146,25 @@ def matmul_curve(
     return tuple(curve), size * len(steps), first
 
 
-def attend_rate(device: Device, sequences: int, length: int = 1024, heads: int = 16, head_dim: int = 64) -> float:
-    """FLOP/s of attention: one sequence's 64 last rows (a prompt), or one row of each of several (next tokens)."""
+def attend_rate(
+    device: Device,
+    sequences: int,
+    length: int = 1024,
+    heads: int = 12,
+    head_dim: int = 64,
+    bits: tuple[int, int] = (16, 16),
+) -> float:
+    """FLOP/s of attention: one sequence's 64 last rows (a prompt), or one row of each of several (next tokens); three
+    heads share K and V."""
     each = min(64, length) if sequences == 1 else 1
-    shape = KVShape(heads, head_dim)
+    shape = KVShape(heads // 3, head_dim, *bits)
     pages, extent = sequences * (length // PAGE), device.page_nbytes(shape)
     memory = np.zeros(pages * extent + ALIGN, np.uint8)
     start = -memory.ctypes.data % ALIGN + memory.ctypes.data
     table = np.uint64(start) + np.arange(pages, dtype=np.uint64) * np.uint64(extent)
     kv = device.kv_layer(shape, table)
     wide = heads * head_dim
-    program = device.compile((Attend("x", "x", heads, heads, head_dim, head_dim**-0.5),), wide)
+    program = device.compile((Attend("x", "x", heads, heads // 3, head_dim, head_dim**-0.5),), wide)
     rows = _rows([(length, each)] * sequences)
     x = np.zeros((rows.count, wide), np.float32)
     seen = sum(length - each + 1 + i for i in range(each)) * sequences
@@ -151,6 +176,28 @@ def overhead(device: Device, width: int) -> float:
     program = device.compile((Scale("x", 1.0),), width).bind({})
     rows, x = _rows([(1, 1)]), np.zeros((1, width), np.float32)
     return _best(lambda: [program.run(x, rows, None) for _ in range(50)]) / 50
+
+
+def linear_cost(device: Device, count: int = 8) -> float:
+    """Seconds of a matrix product with nothing to compute."""
+    ops = tuple(Linear("xh"[i % 2 == 0], "hx"[i % 2 == 0], f"w{i}") for i in range(count))
+    program = device.compile(ops, 64)
+    step = program.bind(_weights(device, "Q8_0", {f"w{i}": (64, 64) for i in range(count)}))
+    rows, x = _rows([(1, 1)]), np.zeros((1, 64), np.float32)
+    return _best(lambda: [step.run(x, rows, None) for _ in range(10)]) / 10 / count
+
+
+def value_cost(device: Device, width: int = 2048, rows: int = 64) -> float:
+    """Seconds of a value in a norm or an activation."""
+    ops: tuple[Op, ...] = (Norm("h", "x", "norm"), Act("h", "h", "silu"), Add("x", "h"))
+    step = device.compile(ops, width).bind(_weights(device, "F32", {"norm": (1, width)}))
+    run, x = _rows([(1, 1)] * rows), np.zeros((rows, width), np.float32)
+    return _best(lambda: step.run(x, run, None)) / (2 * rows * width)
+
+
+def pages_cost(path: Path, rate: float, nbytes: int = 32 << 10) -> float:
+    """Seconds that a small read takes beside its bytes, 16 at a time: how a cache on disk is read."""
+    return max(0.0, nbytes / disk_rate(path, nbytes, 16, 0.4) - nbytes / rate)
 
 
 def disk_rate(path: Path, request: int = REQUEST, readers: int = 4, seconds: float = 2.0) -> float:
@@ -189,9 +236,11 @@ def disk_rate(path: Path, request: int = REQUEST, readers: int = 4, seconds: flo
 def _best(action: Callable[[], object], tries: int = 3) -> float:
     """The least seconds of a few tries after one to warm up."""
     action()
-    best = float("inf")
-    for _ in range(tries):
+    best, begun = float("inf"), perf_counter()
+    for turn in range(tries):
         start = perf_counter()
+        if turn > 1 and start - begun > 0.5:
+            break
         action()
         best = min(best, perf_counter() - start)
     return max(best, 1e-9)

@@ -13,7 +13,6 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -21,10 +20,9 @@ from headrace.errors import OverBudget, Unsupported
 from headrace.plan.cost import Costing, Knobs, Option, Prediction, evaluate
 from headrace.plan.machine import Machine
 from headrace.plan.plan import Place, Plan, spread
-from headrace.plan.sizes import LayerCost, ModelCost, Workload
+from headrace.plan.sizes import LayerCost, ModelCost, Objective, Workload
 from headrace.plan.solve import F64, I64, Problem, solver
 
-Objective: TypeAlias = Literal["throughput", "latency"]
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 RUNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CHUNKS = (32, 256)
@@ -101,7 +99,7 @@ def search(
         raise OverBudget(_refusal(model, machine, work, k_bits, v_bits, nodes))
     ranked = sorted(found, key=lambda c: (c.seconds, c.plan.sequences, c.plan.rows, c.plan.chunk, c.plan.to_json()))
     best = ranked[0]
-    others = tuple(dataclasses.replace(c, why=_why(best, c)) for c in _unlike(ranked)[1:6])
+    others = tuple(dataclasses.replace(c, why=why(best, c)) for c in _unlike(ranked)[1:6])
     better = _gains(model, machine, work, best, objective, k_bits, v_bits, nodes, highs) if gains else ()
     return Found(best, others, better, engine.name)
 
@@ -263,7 +261,7 @@ def _unlike(ranked: Iterable[Candidate]) -> list[Candidate]:
     return out
 
 
-def _why(best: Candidate, other: Candidate) -> str:
+def why(best: Candidate, other: Candidate) -> str:
     p, b = other.prediction, best.prediction
     phase = max(("prefill", "decode"), key=lambda ph: float(getattr(p, ph) / p.block - getattr(b, ph) / b.block))
     resource, seconds = next(iter(p.terms[phase].items()))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from headrace.errors import Unsupported
+from headrace.model.layers import Layer
 from headrace.model.spec import Spec, is_vector, kv_head_bytes
 
 
@@ -16,7 +17,8 @@ class LayerCost:
 
     ``query``: heads * head_dim (attention is 4 * query FLOPs a row and position); ``kv_heads``, ``head_dim``: of the
     cache; ``window`` 0: all positions; ``live``: f32 values a row needs while the layer runs.
-    ``matrices``: elements of each matrix in file order (attention's, then the FFN's).
+    ``matrices``: elements of each matrix in file order (attention's, then the FFN's); ``formats``: how each is
+    stored, where that is known.
     """
 
     key: str
@@ -29,6 +31,9 @@ class LayerCost:
     head_dim: int = 0
     window: int = 0
     matrices: tuple[int, ...] = ()
+    formats: tuple[str, ...] = ()
+    values: int = 0
+    """f32 values a row's norms, rotations and activations touch."""
 
     def kv_bytes(self, k_bits: int, v_bits: int) -> int:
         """Bytes a token takes in this layer's cache."""
@@ -72,6 +77,24 @@ class ModelCost:
                 )  # fmt: skip
         return cls(name, tuple(layers), spec.width, spec.vocab, spec.tied)
 
+    @classmethod
+    def from_layers(cls, name: str, spec: Spec, layers: Sequence[Layer], held: Callable[[Layer], int]) -> ModelCost:
+        """Of a model whose tensors are known; ``held``: bytes of a layer's own tensors where it is computed."""
+        made = cls.from_spec(name, spec, lambda t, n, k: 0)
+        out = []
+        for cost, layer in zip(made.layers, layers, strict=True):
+            plans = [p for t, p in layer.tensors.items() if not is_vector(t)]
+            block = spec.block(layer.key)
+            values = spec.vocab + spec.width
+            if block is not None:
+                values = 2 * spec.width + block.q_width + 3 * block.kv_width + block.ffn
+            cost = replace(cost, nbytes=held(layer))
+            if cost.kind != "embed":
+                matrices, formats = tuple(p.n * p.k for p in plans), tuple(p.fmt for p in plans)
+                cost = replace(cost, values=values, matrices=matrices, formats=formats)
+            out.append(cost)
+        return replace(made, layers=tuple(out))
+
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
@@ -97,6 +120,9 @@ def opt(size: str, bits: float = 16.0) -> ModelCost:
     embed = LayerCost("embed", "embed", round(2050 * h * scale), 0, 2 * h)
     output = LayerCost("output", "output", round(vocab * h * scale), vocab * h, 2 * h + vocab)
     return ModelCost(f"opt-{size}", (embed, *blocks, output), h, vocab, tied=True)
+
+
+Objective: TypeAlias = Literal["throughput", "latency"]
 
 
 @dataclass(frozen=True)
