@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from headrace.formats.quant import dequantise
 from headrace.formats.tensor import row_nbytes
 from headrace.kernels.device import F32, PAGE, Bytes, KVShape, Rows
-from headrace.kernels.ops import Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
+from headrace.kernels.ops import FEWEST, Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
 
 
 @dataclass
@@ -250,17 +250,17 @@ def _attend(op: Attend, s: _Step) -> None:
             scores = op.softcap * np.tanh(scores / op.softcap)
         wide = scores.astype(np.float64)
         weights = np.exp(wide - wide.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
         if op.keep < 1:
-            weights[..., :-1] *= _chosen(plain[..., :-1], int(op.keep * (len(slots) - 1)))
+            weights[..., :-1] *= _chosen(plain[..., :-1], max(FEWEST, int(op.keep * (len(slots) - 1))))
+        weights /= weights.sum(-1, keepdims=True)
         out[r] = np.einsum("ghs,sgd->ghd", weights.astype(np.float32), v, optimize=True)
     s.regs[op.dst] = out.reshape(rows.count, -1)
 
 
 def _chosen(scores: F32, count: int) -> NDArray[np.bool_]:
     """Which are among the ``count`` highest of the last dimension, or as high."""
-    if count == 0:
-        return np.zeros(scores.shape, np.bool_)
+    if count >= scores.shape[-1]:
+        return np.ones(scores.shape, np.bool_)
     return scores >= np.sort(scores, axis=-1)[..., -count, None]
 
 

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from headrace.engine import Engine  # noqa: E402
-from headrace.errors import OverBudget, Unsupported  # noqa: E402
+from headrace.errors import BadFile, OverBudget, Unsupported  # noqa: E402
 from headrace.formats.index import open_model  # noqa: E402
 from headrace.kernels.torch_device import TorchDevice  # noqa: E402
 from headrace.memory.budget import Budget  # noqa: E402
@@ -89,6 +89,28 @@ def options(places: Sequence[Place] | None, packs: Path, **more: Any) -> Options
         device="torch:cpu", threads=1, context=128, caches=3, rows=16, runs=2, packs=packs,
         places=None if places is None else tuple(places), **more,
     )  # fmt: skip
+
+
+def by_row(logits: Sequence[bytes]) -> list[bytes]:
+    return sorted(raw[i : i + 4 * VOCAB] for raw in logits for i in range(0, len(raw), 4 * VOCAB))
+
+
+def test_caches_and_residual_rows_on_the_disk_give_the_same_bytes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    alone, _ = work(path, options(None, tmp_path))
+    truth = seen.logits
+    near, cold = Place("device", "device", "disk", "host"), Place("disk", "host", "disk", "host")
+    mixed = [C, near, CK, cold, HA, near, D, H]
+    for rest, ahead in (("device", True), ("host", True), ("disk", True), ("disk", False)):
+        seen.logits = []
+        how = options(mixed, tmp_path, kv_disk=tmp_path, activations=rest, overlap=ahead, sequences=3, nexts=2)
+        found, sent = work(path, how)
+        assert found == alone and by_row(seen.logits) == by_row(truth), (rest, ahead)
+    assert sent["to_host", "x"] > 0
+    seen.logits = []
+    assert work(path, options(None, tmp_path, kv_disk=tmp_path, sequences=3, device_ram=50_000_000))[0] == alone
 
 
 def work(path: Path, how: Options) -> tuple[list[tuple[int, ...]], dict[tuple[str, str], int]]:
@@ -241,11 +263,15 @@ def test_what_isnt_possible_is_refused_by_name(path: Path, tmp_path: Path) -> No
         with pytest.raises(Unsupported, match="places are given" if len(bad) == 3 else r"Layer block\.0 can't be"):
             build(path, options(bad, tmp_path))
     with pytest.raises(Unsupported, match="no memory of its own"):
-        build(path, replace(options([D] * 8, tmp_path), device="cpu"))
+        build(path, replace(options(None, tmp_path, link=PACE), device="cpu"))
     with pytest.raises(Unsupported, match="tpu"):
         build(path, options(None, tmp_path, host_device="tpu"))
-    with pytest.raises(Unsupported, match="on disk"):
-        build(path, options(None, tmp_path, kv_disk=tmp_path))
+    with pytest.raises(BadFile, match="no such folder for the KV cache"):
+        build(path, options([Place("device", "device", "disk", "host")] * 8, tmp_path))
+    with pytest.raises(Unsupported, match="nothing to pin"):
+        build(path, options([D] * 8, tmp_path, pin_weight=True))
+    with pytest.raises(Unsupported, match="choose device, host or disk"):
+        build(path, options(None, tmp_path, activations="tape"))
 
 
 def test_the_cpu_device_may_compute_the_hosts_layers(path: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from headrace.run import placing
 from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.schedule import Order
+from headrace.run.spill import Spilled
 from headrace.run.stage import Stage
 from headrace.run.tiers import TieredComputer
 from headrace.text.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class Parts:
     budget: Budget
     pass_bytes: int
     kv_bits: tuple[int, int]
+    spill: Spilled | None = field(default=None, kw_only=True)
     draft: drafting.Draft | None = None
     expect: Expect | None = None
     """What the plan that decided should take, for any work; None where nothing was decided."""
@@ -68,6 +70,8 @@ class Parts:
         self.computer.close()
         self.weights.close()
         self.model.file.close()
+        if self.spill is not None:
+            self.spill.close()
         if self.draft is not None:
             self.draft.close()
 
@@ -97,7 +101,7 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     layers = model.layers
     wish = drafting.wish_of(options)
     policy = drafting.policy_of(wish)
-    order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
+    order = order_of(options)
     order = drafting.order_of(wish, order, 1)
     budget = Budget(options.ram)
     caches = options.caches or affordable_caches(device, model, context, options)
@@ -110,14 +114,15 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     weights = load_weights(device, model, streamed, options)
     cache = make_cache(device, model, pages, options)
     computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
-    stages = [(Stage(0, len(layers), len(layers)), computer)]
+    spill = spilled(computer, model, options)
+    stages = [(Stage(0, len(layers), len(layers)), spill or computer)]
     if draft is not None:
         stages.append(draft.load(device, weights))
     drafter = drafting.drafter_of(wish, draft, policy)
     loop = Loopback(Head(pages, order, policy), stages, drafter, drafts=len(stages) - 1)
     return Parts(
         model, tokenizer, device, loop, weights, computer, context, budget, pass_bytes(device, model), options.kv_bits,
-        draft, expect,
+        draft, expect, spill=spill,
     )  # fmt: skip
 
 
@@ -136,22 +141,21 @@ def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Par
         raise Unsupported(f"The device {options.device} doesn't guess ahead; use cpu, or leave the drafter out.")
     if options.host_device not in ("torch:cpu", "cpu"):
         raise Unsupported(f"The host can't compute with {options.host_device!r}; choose torch:cpu or cpu.")
-    if options.kv_disk is not None:
-        raise Unsupported(
-            f"The device {options.device} can't keep caches on disk; keep them on the device or the host."
-        )
     context, threads = context_of(model, options.context), options.threads or cores()
     near, host = make_torch(options.device, threads=threads), make_torch("torch:cpu", threads=threads)
     far = host if options.host_device == host.name else make_device(threads=threads, cpu=options.cpu)
     pages = pages_for(context) * (options.caches or 1)
     own = range(len(model.layers))
     here = (placing.DEVICE,) * len(own)
-    job = placing.Job(model, own, here, options.kv_bits, pages, context, options.rows, options.runs)
+    job = placing.Job(
+        model, own, here, options.kv_bits, pages, context, options.rows, options.runs, options.sequences,
+        options.kv_disk, options.activations or "device", options.overlap, options.pin_weight,
+    )  # fmt: skip
     if options.places is None:
         fixed = Budget()
         placing.take_device(fixed, near, job)
         spare = None if options.device_ram is None else options.device_ram - fixed.used + fixed.items["weights"]
-        job = replace(job, places=placing.fill(near, model, spare))
+        job = replace(job, places=placing.fill(near, model, spare, options.kv_disk is not None))
     else:
         placing.check_places(model.layers, options.places)
         job = replace(job, places=options.places)
@@ -167,9 +171,26 @@ def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Par
     except BaseException:
         link.close()
         raise
-    order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
-    loop = Loopback(Head(pages, order), [(Stage(0, len(own), len(own)), computer)])
+    order = order_of(options)
+    spill = spilled(computer, model, options)
+    loop = Loopback(Head(pages, order), [(Stage(0, len(own), len(own)), spill or computer)])
     return Parts(
         model, tokenizer, near, loop, computer.weights, computer, context, budget, pass_bytes(near, model),
-        options.kv_bits,
+        options.kv_bits, spill=spill,
     )  # fmt: skip
+
+
+def order_of(options: Options) -> Order:
+    sizes = {"rows": options.rows, "runs": options.runs, "sequences": options.sequences}
+    return Order(**sizes, chunk=options.rows, nexts=options.nexts or 0)
+
+
+def spilled(computer: DeviceComputer | TieredComputer, model: Model, options: Options) -> Spilled | None:
+    """The computer with residual rows on the disk, where the options say so."""
+    if options.activations not in (None, "device", "host", "disk"):
+        raise Unsupported(f"Activations can't lie on {options.activations!r}; choose device, host or disk.")
+    if options.activations != "disk":
+        return None
+    folder = options.kv_disk or options.packs or resolve().cache
+    folder.mkdir(parents=True, exist_ok=True)
+    return Spilled(computer, len(model.layers), options.rows, model.spec.width, 2 * options.runs, folder)

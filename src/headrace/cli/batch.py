@@ -69,10 +69,11 @@ def line(report: Report) -> str:
     if report.eta is not None and report.rows < report.total:
         parts.append(f"about {report.eta:.0f} s left")
     if report.disk_bound is not None:
-        where = "disk" if report.disk_bound > 0.5 else "compute"
-        parts.append(
-            f"{human(report.streamed_bytes)} streamed, waiting for the disk {report.disk_bound:.0%}: {where}-bound"
-        )
+        crossed, streamed = human(report.crossed_bytes), human(report.streamed_bytes)
+        what, slow = (f"{streamed} streamed, {crossed} over the link", "disk or link") if report.crossed_bytes else (
+            f"{streamed} streamed", "disk")  # fmt: skip
+        where = slow if report.disk_bound > 0.5 else "compute"
+        parts.append(f"{what}, waiting for the {slow} {report.disk_bound:.0%}: {where}-bound")
     return ", ".join(parts)
 
 

@@ -55,6 +55,7 @@ def find_named(name: str | None) -> Path:
 
 def machine_of(args: argparse.Namespace) -> Options:
     """What ``options.add_machine``'s options say, the same on every rank."""
+    from headrace.cli.device import device_of
     from headrace.cli.drafting import drafting_of
     from headrace.options import Options
 
@@ -62,6 +63,7 @@ def machine_of(args: argparse.Namespace) -> Options:
         system.interleave()
     return Options(
         **drafting_of(args),
+        **device_of(args),
         batch_threads=args.threads_batch or (),
         threads=0 if args.link else system.cores(),
         rank_threads=args.threads or (),

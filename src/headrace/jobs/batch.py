@@ -20,8 +20,6 @@ from headrace.jobs.answer import REASONS, answered, failed, row_id
 from headrace.jobs.asked import Asked, custom_id_of, parse_line, understand
 from headrace.jobs.rows import MAX_LINE, RowFile
 from headrace.jobs.state import Outcome, State, discard
-from headrace.memory.kv_disk import DiskKV
-from headrace.memory.stream import Streamed
 from headrace.text.template import ChatTemplate
 
 TOGETHER = 256
@@ -30,7 +28,8 @@ TOGETHER = 256
 
 @dataclass(frozen=True)
 class Report:
-    """How far a job is. tokens and seconds: of this process; bytes: of weights and cache read from disk by it."""
+    """How far a job is. tokens and seconds: of this process; streamed_bytes: of weights and cache read from disk by it,
+    crossed_bytes: between host and device."""
 
     rows: int
     total: int
@@ -39,8 +38,9 @@ class Report:
     seconds: float
     streamed_bytes: int
     disk_bound: float | None
-    """Share of the time spent waiting for the disk; None when nothing streams."""
+    """Share of the time spent waiting for disk or link; None when nothing streams."""
     resumed: int
+    crossed_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -290,12 +290,10 @@ class Batch:
         progress = state.progress()
         seconds = time.perf_counter() - started
         tokens = self._tokens + sum(len(job.tokens) for row in self._open for job in row.jobs)
-        # Of one process; under MPI the others' disks are theirs.
-        parts = self.engine.parts
-        disks = [d for d in (parts.weights, parts.computer.cache) if isinstance(d, Streamed | DiskKV)]
-        bound = sum(d.waited for d in disks) / seconds if disks and seconds > 0 else None
-        read = sum(d.read_bytes for d in disks)
-        return Report(progress.rows, total, progress.failed, tokens, seconds, read, bound, resumed)
+        moved = self.engine.parts.computer.traffic()  # of one process; under MPI the others' disks are theirs
+        bound = moved.waited / seconds if moved.streams and seconds > 0 else None
+        done = progress.rows, total, progress.failed, tokens, seconds
+        return Report(*done, moved.read, bound, resumed, moved.crossed)
 
 
 _WHY = {

@@ -14,6 +14,10 @@ from typing import Literal, TypeAlias
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "gelu_erf", "relu"]
 
 
+FEWEST = 32
+"""Positions that sparse attention takes at least; with fewer, short texts suffer most (docs/log.md)."""
+
+
 @dataclass(frozen=True)
 class Gather:
     """dst[r] (+)= scale * table[index(r) + offset]; index is the row's token id or its position."""
@@ -82,9 +86,9 @@ class Attend:
     """dst = attention of src (queries, [rows, heads * head_dim]) over each row's slot list, itself included.
 
     window w > 0: only positions > position - w. softcap c > 0: scores become c * tanh(s / c).
-    keep < 1 (an approximation; FlexGen's sparse attention): of the n positions seen only the row's own and the
-    floor(keep * (n - 1)) others of highest score (and those as high as the last of them) bring their values, with the
-    weights they have among all. most: positions there may be then, for scratch.
+    keep < 1 (an approximation after FlexGen's sparse attention): of n others than the row's own position only the
+    max(FEWEST, floor(keep * n)) of highest score are seen (and those as high as the last of them). most: positions
+    there may be then, for scratch.
     """
 
     dst: str

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.kernels.device import Rows
-from headrace.kernels.ops import Attend
+from headrace.kernels.ops import FEWEST, Attend
 from headrace.kernels.torch_kv import TorchKV
 
 Tensor: TypeAlias = Any
@@ -135,13 +135,13 @@ def _partials(
     scores = scores.masked_fill(~_seen(low, high)[:, None, :, None, :], -torch.inf)
     m = scores.amax(-1, keepdim=True)
     p = exp(scores - m.masked_fill(m == -torch.inf, 0))
-    total = tree_sum(p)
     if floor is not None:
         least = floor[rows.clamp(min=0)].reshape(n, QUERIES, op.kv_heads, group, 1).transpose(1, 2)
-        p = p.masked_fill(~((plain >= least) | _own(slots, rows, slot)[:, None, :, None, :]), 0)
+        chosen = (plain >= least) | _own(slots, rows, slot)[:, None, :, None, :] | p.isnan()
+        p = p.masked_fill(~chosen, 0)
     flat = p.reshape(n, op.kv_heads, QUERIES * group, CHUNK)
     a = torch.stack([torch.bmm(flat[u], v[u]) for u in range(n)])
-    return _by_row(m), _by_row(total), _by_row(a.reshape(n, op.kv_heads, QUERIES, group, -1))
+    return _by_row(m), _by_row(tree_sum(p)), _by_row(a.reshape(n, op.kv_heads, QUERIES, group, -1))
 
 
 def _scores(op: Attend, q: Tensor, kv: TorchKV, slots: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,8 +173,8 @@ def _by_row(x: Tensor) -> Tensor:
 def _floor(op: Attend, q: Tensor, kv: TorchKV, table: Table, position: Tensor, slot: Tensor) -> Tensor:
     """The least score that brings its value, [rows, heads, 1]: the last of the kept ones' among the others than own."""
     seen = position + 1 if op.window == 0 else (position + 1).clamp(max=op.window)
-    kept = (op.keep * (seen - 1).double()).floor().long()
-    most = max(1, int(kept.max()))
+    kept = (op.keep * (seen - 1).double()).floor().long().clamp(min=FEWEST)
+    most = int(kept.max())
     best = torch.full((len(q), op.heads, most), -torch.inf, device=q.device)
     for slots, rows, low, high in table:
         others = _seen(low, high) & ~_own(slots, rows, slot)
@@ -182,8 +182,7 @@ def _floor(op: Attend, q: Tensor, kv: TorchKV, table: Table, position: Tensor, s
         there = torch.nonzero(rows.reshape(-1) >= 0).reshape(-1)
         row = rows.reshape(-1)[there]
         best[row] = torch.cat((best[row], _by_row(scores)[there]), -1).topk(most).values
-    last = (kept - 1).clamp(min=0)[:, None, None].expand(-1, op.heads, 1)
-    return best.gather(-1, last).masked_fill((kept == 0)[:, None, None], torch.inf)
+    return best.gather(-1, (kept - 1)[:, None, None].expand(-1, op.heads, 1))
 
 
 def attend_nbytes(op: Attend, rows: int) -> int:
@@ -192,6 +191,6 @@ def attend_nbytes(op: Attend, rows: int) -> int:
     widened = AT_ONCE * CHUNK * op.kv_heads * op.head_dim * 4 * 6
     scores = AT_ONCE * QUERIES * op.heads * CHUNK * 4 * 8
     if op.keep < 1:
-        kept = int(op.keep * op.most)
+        kept = max(FEWEST, int(op.keep * op.most))
         scores += rows * op.heads * (kept + 1) * 4 + AT_ONCE * QUERIES * op.heads * (kept + CHUNK) * 20
     return 2 * state + widened + scores

@@ -111,6 +111,7 @@ class TorchDevice:
         """What the libraries take of the device's memory: cuBLAS's work space, the allocator's rounding."""
         self.threads = threads
         self._sampler: CpuDevice | None = None
+        self._pinned: list[Bytes] = []
         self._rows: tuple[Rows, TorchRows] | None = None
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = False  # f32 means f32
@@ -154,6 +155,21 @@ class TorchDevice:
         if self.name == "cuda" and nbytes is not None:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total))
+
+    def pin(self, buffers: Sequence[Bytes]) -> None:
+        """Tell the driver that this host memory stays, so that it crosses without a copy on the way (cuda alone)."""
+        if self.name != "cuda":
+            raise Unsupported(f"There is nothing to pin for {self.name} (--pin-weight); leave it out.")
+        for buffer in buffers:
+            status = torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
+            if int(status) != 0:
+                raise Unsupported(f"CUDA can't pin {buffer.nbytes} bytes ({status}); leave --pin-weight out.")
+            self._pinned.append(buffer)
+
+    def unpin(self) -> None:
+        """Before the memory is given back."""
+        while self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().ctypes.data)
 
     def mark(self) -> Any:
         """A place in the device's work: what was asked of it until now. None where work is done when asked for."""

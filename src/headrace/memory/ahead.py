@@ -42,8 +42,10 @@ class Ahead:
     ``waited``: seconds that ``held`` waited for layers to arrive.
     """
 
-    def __init__(self, device: Device, model: Model, order: Iterable[int]) -> None:
+    def __init__(self, device: Device, model: Model, order: Iterable[int], ahead: bool = True) -> None:
         self.order = sorted(order)
+        self.ahead = ahead
+        """False: a layer is brought when it is asked for, into the one buffer there should be."""
         self.waited = 0.0
         self._device, self._model = device, model
         self._free: deque[Buffer] = deque()
@@ -54,7 +56,8 @@ class Ahead:
     def start(self, memories: Iterable[Any]) -> None:
         """Begin with these buffers."""
         self._free.extend(map(Buffer, memories))
-        self._fill()
+        if self.ahead:
+            self._fill()
 
     def bring(self, layer: int, memory: Any) -> Sequence[Future[Any]]:
         """Begin to fill the memory with the layer's tensors, as they lie in a packed file's extent."""
@@ -78,7 +81,8 @@ class Ahead:
             yield self._handles(layer, buffer.memory)
         finally:  # also when it didn't arrive: whoever asks again gets it brought again
             self._drop(buffer)
-            self._fill()
+            if self.ahead:
+                self._fill()
 
     def drop_all(self) -> None:
         """Wait for what is under way and let the buffers go."""

@@ -43,18 +43,19 @@ class Tiered(Ahead):
         hosted: Weights,
         packed: PackFile | None = None,
         buffers: int = BUFFERS,
+        ahead: bool = True,
     ) -> None:
-        super().__init__(device, model, (i for i, home in homes.items() if home != "device"))
+        super().__init__(device, model, (i for i, home in homes.items() if home != "device"), ahead)
         self._near, self._link = device, link
         self._stay: dict[int, dict[str, TorchWeight]] = {}
         self.device_nbytes = 0
         self._load([i for i, home in homes.items() if home == "device"])
         self._hosted = hosted
         disk = [i for i, home in homes.items() if home == "disk"]
-        self.disk = None if packed is None else Streamed(host, model, disk, disk, packed)
+        self.disk = None if packed is None else Streamed(host, model, disk, disk, packed, ahead=ahead)
         self._on_disk = frozenset(disk)
         largest = max((whole_nbytes(device, model.layers[i]) for i in self.order), default=0)
-        count = min(buffers, len(self.order))
+        count = min(buffers if ahead else 1, len(self.order))
         self.device_nbytes += count * largest
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="headrace-feed")
         self._leaving: tuple[AbstractContextManager[Mapping[str, Weight]], Future[None]] | None = None

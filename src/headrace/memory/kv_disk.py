@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import OverBudget
-from headrace.formats.files import ScratchFile
+from headrace.errors import BadFile, OverBudget, Unavailable
+from headrace.formats.files import ScratchFile, free_bytes
 from headrace.kernels.device import I32, PAGE, Device, KVShape, Rows
+from headrace.memory.budget import human
 from headrace.memory.buffers import address, allocate, round_up
+from headrace.memory.kv import HostKV
 
 Bools: TypeAlias = NDArray[np.bool_]
 
@@ -53,6 +55,19 @@ def usual_frames(layers: int, pages: int, run_pages: int, sequences: int) -> int
     return min(layers * pages, least_frames(layers, pages, run_pages, sequences) + min(pages, run_pages))
 
 
+def on_disk_nbytes(device: Device, shapes: Mapping[int, KVShape], pages: int, frames: int, folder: Path | None) -> int:
+    """Memory of a ``DiskKV``. BadFile or Unavailable when the folder isn't there or has no room for the rest."""
+    if folder is None or not folder.is_dir():
+        raise BadFile(f"{folder or '--kv-disk'}: there is no such folder for the KV cache; make it first.")
+    extents, each, free = len(shapes) * pages, stride(device, shapes), free_bytes(folder)
+    if extents * each > free:
+        raise Unavailable(
+            f"{folder}: the KV cache takes {human(extents * each)} and there are {human(free)}; use another folder "
+            "(--kv-disk), fewer sequences or a shorter context."
+        )
+    return frames * each + extents * BOOKS
+
+
 class _Seen(NamedTuple):
     """What a run's rows touch. pages: all they see, ascending; own: those written; masks: which slots of each."""
 
@@ -75,7 +90,9 @@ class DiskKV:
     read_bytes and written_bytes count what went over the disk, ``waited`` the seconds that steps waited for it.
     """
 
-    def __init__(self, device: Device, shapes: Mapping[int, KVShape], pages: int, frames: int, folder: Path) -> None:
+    def __init__(self, device: Device, shapes: Mapping[int, KVShape], pages: int, frames: int, folder: Path,
+                 ahead: bool = True) -> None:  # fmt: skip
+        self.ahead = ahead
         self.pages, self.frames, self.stride = pages, frames, stride(device, shapes)
         extents = len(shapes) * pages
         self._places = {layer: place for place, layer in enumerate(shapes)}
@@ -190,7 +207,7 @@ class DiskKV:
         self.waited += time.perf_counter() - start
 
     def _read_ahead(self, place: int, now: I32) -> None:
-        if self.frames == len(self._frame):
+        if self.frames == len(self._frame) or not self.ahead:
             return
         kept = self._marked(now)
         for extents in self._upcoming(place):
@@ -305,3 +322,19 @@ class DiskKV:
             self.read_bytes += self.stride
         else:
             self.written_bytes += self.stride
+
+
+class EitherKV:
+    """Caches of some layers in memory and of others on disk. A ``Cache``."""
+
+    def __init__(self, memory: HostKV, disk: DiskKV | None) -> None:
+        self.memory, self.disk = memory, disk
+
+    def layer(self, index: int, rows: Rows) -> Any | None:
+        found = None if self.disk is None else self.disk.layer(index, rows)
+        return self.memory.layer(index, rows) if found is None else found
+
+    def close(self) -> None:
+        self.memory.close()
+        if self.disk is not None:
+            self.disk.close()

@@ -63,12 +63,13 @@ class Streamed(Ahead):
         streamed: Sequence[int],
         packed: PackFile,
         buffers: int = BUFFERS,
+        ahead: bool = True,
     ) -> None:
-        super().__init__(device, model, streamed)
+        super().__init__(device, model, streamed, ahead)
         self._extents = {i: packed.layers[model.layers[i].key] for i in self.order}
         self.resident = Resident(device, model, [i for i in layers if i not in self._extents])
         largest = max((e.nbytes for e in self._extents.values()), default=0)
-        count = min(buffers, len(self.order))
+        count = min(buffers if ahead else 1, len(self.order))
         self.buffer_bytes = largest * count
         self._file = DirectFile(packed.path)
         self._pool = ThreadPoolExecutor(DEPTH, thread_name_prefix="headrace-read")

@@ -70,17 +70,17 @@ class Resident:
         packed: dict[tuple[str, str], Bytes] = {}
         own = {i: self._own(device, model.layers[i], packed) for i in layers}
         # One piece of memory, so that huge pages cover nearly all of it whatever the layers' sizes.
-        arena, at = allocate(sum(sum(sizes.values()) for sizes in own.values())), 0
+        self.arena, at = allocate(sum(sum(sizes.values()) for sizes in own.values())), 0
         self.buffers: list[Bytes] = []
         for index, sizes in own.items():
             layer, start = model.layers[index], at
             for name, size in sizes.items():
                 plan = layer.tensors[name]
-                view = arena[at : at + device.packed_nbytes(plan.fmt, plan.n, plan.k)]
+                view = self.arena[at : at + device.packed_nbytes(plan.fmt, plan.n, plan.k)]
                 pack_tensor(device, model, plan, view)
                 packed[plan.shares or (layer.key, name)] = view
                 at += size
-            self.buffers.append(arena[start:at])
+            self.buffers.append(self.arena[start:at])
             self._held[index] = {
                 name: device.weight(p.fmt, p.n, p.k, packed[p.shares or (layer.key, name)])
                 for name, p in layer.tensors.items()
@@ -108,4 +108,4 @@ class Resident:
         return True
 
     def close(self) -> None:
-        self._held, self.buffers = {}, []
+        self._held, self.buffers, self.arena = {}, [], allocate(0)

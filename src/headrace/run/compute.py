@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from headrace.kernels.device import F32, BoundProgram, Device, Program, Rows, Weight
+from headrace.memory.kv_disk import DiskKV
+from headrace.memory.stream import Streamed
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer
 from headrace.run.sample import choose
@@ -24,6 +27,26 @@ class Cache(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a computer moved so far. streams: whether anything comes from disk or link at all.
+
+    read: bytes of weights and cache from the disk; crossed: bytes between host and device; waited: seconds that steps
+    waited for either.
+    """
+
+    streams: bool
+    read: int
+    crossed: int
+    waited: float
+
+
+def from_disk(stores: Iterable[object]) -> Traffic:
+    """Of those among weights and caches that read the disk."""
+    disks = [s for s in stores if isinstance(s, Streamed | DiskKV)]
+    return Traffic(bool(disks), sum(d.read_bytes for d in disks), 0, sum(d.waited for d in disks))
 
 
 class DeviceComputer:
@@ -96,6 +119,9 @@ class DeviceComputer:
         context, self._context, self._now, self._holding = self._context, None, None, -1
         if context is not None:
             context.__exit__(None, None, None)
+
+    def traffic(self) -> Traffic:
+        return from_disk((self.weights, self.cache))
 
     def close(self) -> None:
         """Give back what is held."""

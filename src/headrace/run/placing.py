@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,9 @@ from headrace.memory.budget import Budget
 from headrace.memory.buffers import round_up
 from headrace.memory.device_weights import DeviceKV, Tiered
 from headrace.memory.kv import HostKV, kv_shapes
+from headrace.memory.kv_disk import DiskKV, EitherKV, on_disk_nbytes, usual_frames
 from headrace.memory.link import PIECE, Link, Pace
+from headrace.memory.slots import pages_for
 from headrace.memory.stream import Streamed, pack
 from headrace.memory.weights import TENSOR_ALIGN, Resident, Weights
 from headrace.model.layers import Layer, Model
@@ -42,10 +44,10 @@ def check_places(layers: Sequence[Layer], places: Sequence[Place]) -> None:
             wrong = "weights lie in one of device, host, disk, and device or host computes"
         elif p.compute == "host" and p.weights == "device":
             wrong = "weights for the host's use must lie on the host or the disk"
-        elif layer.kv is not None and p.kv not in ("device", "host"):
-            wrong = "its cache can lie on the device or the host"
-        elif layer.kv is not None and p.attend != p.kv:
-            wrong = "its cache is attended where it lies; caches aren't fetched"
+        elif layer.kv is not None and p.kv not in TIERS:
+            wrong = "its cache can lie on the device, the host or the disk"
+        elif layer.kv is not None and p.attend != ("device" if p.kv == "device" else "host"):
+            wrong = "its cache is attended where it lies, or at the host if that is the disk; caches aren't fetched"
         elif layer.kv is not None and p.compute == "host" and p.kv == "device":
             wrong = "a layer computed at the host needs its cache there"
         if wrong is not None:
@@ -64,6 +66,13 @@ class Job:
     context: int
     rows: int
     runs: int
+    sequences: int = 64
+    kv_disk: Path | None = None
+    """Folder of caches on disk."""
+    rest: str = "device"
+    """Where residual rows wait between layers."""
+    overlap: bool = True
+    pin: bool = False
 
     def where(self, weights: str, compute: str) -> list[int]:
         """Own layers with this home of weights and this place of computing."""
@@ -73,6 +82,33 @@ class Job:
         """Own layers with a cache there, computed there."""
         with_cache = [i for i in self.own if self.model.layers[i].kv is not None]
         return [i for i in with_cache if (self.places[i].kv, self.places[i].compute) == (kv, compute)]
+
+    def away(self, compute: str) -> list[int]:
+        """Own layers computed there whose cache is on host or disk."""
+        return sorted(self.caches("host", compute) + self.caches("disk", compute))
+
+    def frames(self, compute: str) -> int:
+        """Of the caches on disk of layers computed there."""
+        together = min(self.rows, self.sequences) * pages_for(self.context)
+        return usual_frames(len(self.caches("disk", compute)), self.pages, together, self.sequences)
+
+    def cache(self, device: Device, compute: str) -> EitherKV:
+        """Caches on host and disk of layers computed there, attended by the host's ``device``."""
+        shapes = kv_shapes(self.model.layers, self.kv_bits)
+        disk, on_disk = None, {i: shapes[i] for i in self.caches("disk", compute)}
+        if on_disk:
+            assert self.kv_disk is not None
+            disk = DiskKV(device, on_disk, self.pages, self.frames(compute), self.kv_disk, self.overlap)
+        return EitherKV(HostKV(device, {i: shapes[i] for i in self.caches("host", compute)}, self.pages), disk)
+
+    def cache_nbytes(self, device: Device, compute: str) -> int:
+        """Host memory of ``cache``; what is on disk must have room there (Unavailable)."""
+        shapes = kv_shapes(self.model.layers, self.kv_bits)
+        held = self.pages * sum(device.page_nbytes(shapes[i]) for i in self.caches("host", compute))
+        on_disk = {i: shapes[i] for i in self.caches("disk", compute)}
+        if not on_disk:
+            return held
+        return held + on_disk_nbytes(device, on_disk, self.pages, self.frames(compute), self.kv_disk)
 
 
 def resident_nbytes(device: Device, model: Model, layers: Iterable[int]) -> int:
@@ -93,11 +129,11 @@ def take_device(budget: Budget, near: TorchDevice, job: Job) -> None:
     budget.take("weights", resident_nbytes(near, model, job.where("device", "device")), "place fewer layers there")
     largest = max((whole_nbytes(near, layers[i]) for i in crossing), default=0)
     budget.take("weight buffers", min(BUFFERS, len(crossing)) * largest)
-    budget.take("KV cache", job.pages * _page(near, job, "device"), "place caches on the host")
+    budget.take("KV cache", job.pages * _page(near, job), "place caches on the host")
     scratch = [_scratch(near, layers[i], model.spec.width, job.rows) for i in mine]
     budget.take("working buffers", max(scratch, default=0), "fewer rows a run would take less")
     budget.take("activations", AHEAD * 4 * rows * model.spec.width * job.runs)
-    budget.take("slot lists", _tables(near, job, "device"))
+    budget.take("slot lists", _tables(near, job, job.caches("device", "device")))
 
 
 def take_host(budget: Budget, host: TorchDevice, far: Device, link: Link, job: Job) -> None:
@@ -113,13 +149,13 @@ def take_host(budget: Budget, host: TorchDevice, far: Device, link: Link, job: J
     staged = [host.packed_nbytes(p.fmt, p.n, p.k)
               for i in job.where("device", "device") for p in layers[i].tensors.values()]  # fmt: skip
     budget.take("loading", max(staged, default=0))
-    budget.take("KV cache", job.pages * (_page(host, job, "host", "device") + _page(far, job, "host", "host")))
+    budget.take("KV cache", job.cache_nbytes(host, "device") + job.cache_nbytes(far, "host"))
     scratch = [_scratch(far, layers[i], width, job.rows) for i in job.where("host", "host") + job.where("disk", "host")]
-    for i in job.caches("host", "device"):
+    for i in job.away("device"):
         ops = [op for part in split(layers[i].ops) if not part.near for op in part.ops]
         scratch.append(host.scratch_nbytes(ops, width, job.rows, {}))
     budget.take("working buffers", max(scratch, default=0) + AHEAD * 4 * job.rows * width * job.runs)
-    budget.take("slot lists", _tables(host, job, "host"))
+    budget.take("slot lists", _tables(host, job, job.away("device")))
     budget.take("pinned buffers", link.pinned_nbytes)
 
 
@@ -132,26 +168,26 @@ def _host_layers(job: Job, alike: bool) -> tuple[list[int], list[int], list[int]
     return (near + far, [], []) if alike and not streamed else (near, far, streamed)
 
 
-def _tables(device: TorchDevice, job: Job, kv: str) -> int:
-    """Slot lists of the runs of a block, for each window that layers attended there have."""
-    ops = [op for i in job.caches(kv, "device") for op in job.model.layers[i].ops if isinstance(op, Attend)]
+def _tables(device: TorchDevice, job: Job, attended: Iterable[int]) -> int:
+    """Slot lists of the runs of a block, for each window that the layers attended there have."""
+    ops = [op for i in attended for op in job.model.layers[i].ops if isinstance(op, Attend)]
     each = device.tables_nbytes(job.rows, job.context, job.pages * PAGE)
     return len({op.window for op in ops}) * job.runs * each
 
 
-def _page(device: Device, job: Job, kv: str, compute: str = "device") -> int:
+def _page(device: Device, job: Job) -> int:
     shapes = kv_shapes(job.model.layers, job.kv_bits)
-    return sum(device.page_nbytes(shapes[i]) for i in job.caches(kv, compute))
+    return sum(device.page_nbytes(shapes[i]) for i in job.caches("device", "device"))
 
 
 def _scratch(device: Device, layer: Layer, width: int, rows: int) -> int:
     return device.scratch_nbytes(layer.ops, width, rows, {n: (p.fmt, p.n, p.k) for n, p in layer.tensors.items()})
 
 
-def fill(near: TorchDevice, model: Model, room: int | None) -> tuple[Place, ...]:
+def fill(near: TorchDevice, model: Model, room: int | None, kv_disk: bool = False) -> tuple[Place, ...]:
     """A plain placement: what fits ``room`` bytes stays on the device, the rest crosses from the host, spread.
 
-    The blocks go first, then the ends. The searched plan does better.
+    The blocks go first, then the ends. kv_disk: caches lie on the disk. The searched plan does better.
     """
     count = len(model.layers)
     sizes = [whole_nbytes(near, layer) for layer in model.layers]
@@ -165,7 +201,7 @@ def fill(near: TorchDevice, model: Model, room: int | None) -> tuple[Place, ...]
         buffers = min(BUFFERS, out) * max((s for s, p in zip(sizes, places, strict=True) if p is crossing), default=0)
         if room is None or stay + buffers <= room:
             break
-    return places
+    return tuple(replace(p, kv="disk", attend="host") for p in places) if kv_disk else places
 
 
 def make_link(near: TorchDevice, pace: Pace | None) -> Link:
@@ -181,19 +217,21 @@ def assemble(
     """Pack what lies on disk, load, and join. host: the host's device in PyTorch; far: the one that computes there."""
     model, layers = job.model, job.model.layers
     shapes = kv_shapes(layers, job.kv_bits)
+    on_device = {i: shapes[i] for i in job.caches("device", "device")}
     near_host, far_host, far_disk = _host_layers(job, far is host)
     hosted = Resident(host, model, near_host)
     disk = job.where("disk", "device")
     packed = pack(host, model, disk, packs, tell) if disk else None
     homes = {i: job.places[i].weights for i in job.own if job.places[i].compute == "device"}
-    near_weights = Tiered(near, host, model, homes, link, hosted, packed)
+    if job.pin:
+        near.pin([hosted.arena])
+    near_weights = Tiered(near, host, model, homes, link, hosted, packed, ahead=job.overlap)
     far_weights: Weights = hosted if far is host else Resident(far, model, far_host)
     if far_disk:
         streams = pack(far, model, far_disk, packs, tell)
-        far_weights = Streamed(far, model, far_host + far_disk, far_disk, streams)
+        far_weights = Streamed(far, model, far_host + far_disk, far_disk, streams, ahead=job.overlap)
     return TieredComputer(
         layers, job.own, model.spec.width, job.places, near, near_weights,
-        DeviceKV(near, {i: shapes[i] for i in job.caches("device", "device")}, job.pages),
-        Side(far, far_weights, HostKV(far, {i: shapes[i] for i in job.caches("host", "host")}, job.pages)),
-        (host, HostKV(host, {i: shapes[i] for i in job.caches("host", "device")}, job.pages)), link,
+        DeviceKV(near, on_device, job.pages), Side(far, far_weights, job.cache(far, "host")),
+        (host, job.cache(host, "device")), link, job.rest,
     )  # fmt: skip

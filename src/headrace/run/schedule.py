@@ -16,6 +16,7 @@ class Order:
 
     rows: most rows in a run. runs: most runs in a block. blocks: most blocks in flight. guesses: most
     guessed rows in a run. chunk: most rows of one prompt in a run. sequences: most sequences at a time.
+    nexts: most sequences whose next tokens share a run (0: as many as there are rows).
     """
 
     rows: int = 512
@@ -24,6 +25,7 @@ class Order:
     guesses: int = 0
     chunk: int = 512
     sequences: int = 256
+    nexts: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,9 @@ def fill(demands: Sequence[Demand], order: Order) -> list[list[Share]]:
     prompts = [d for d in demands if d.prompt and d.known]
     runs: list[list[Share]] = []
     if nexts:
-        count = min(order.runs, -(-len(nexts) // order.rows))
-        if prompts or len(nexts) > order.rows:
-            count = min(order.runs, max(count, 1))
-        nexts = nexts[: count * order.rows]
+        most = min(order.nexts or order.rows, order.rows)
+        count = min(order.runs, -(-len(nexts) // most))
+        nexts = nexts[: count * most]
         runs = [[] for _ in range(count)]
         for i, demand in enumerate(nexts):
             runs[i % count].append(Share(demand.seq, min(demand.known, order.chunk)))

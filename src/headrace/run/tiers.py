@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from headrace.kernels.device import F32, BoundProgram, Device, Rows, Weight
 from headrace.kernels.split import Part, split
+from headrace.memory.device_weights import Tiered
 from headrace.memory.link import Direction, Link
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer
 from headrace.plan.plan import Place
-from headrace.run.compute import Cache
+from headrace.run.compute import Cache, Traffic, from_disk
 from headrace.run.sample import choose
 from headrace.run.stage import Run
 
@@ -55,8 +56,8 @@ class Side:
 class TieredComputer:
     """Carries Steps of ``own`` layers: ``near`` on a device in PyTorch, ``far`` on the host's device.
 
-    places: of every layer of the model. far_attention: the host's device in PyTorch, for caches on the host whose
-    layers are near, and those caches.
+    places: of every layer of the model. far_attention: the host's device in PyTorch, for caches on host or disk whose
+    layers are near, and those caches. rest: where residual rows wait between layers, if not on the device.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TieredComputer:
         far: Side,
         far_attention: tuple[TorchDevice, Cache],
         link: Link,
+        rest: str = "device",
     ) -> None:
         self.device: TorchDevice = near
         self.link = link
@@ -82,10 +84,11 @@ class TieredComputer:
         for i in own:
             if places[i].compute == "device":
                 away = split(layers[i].ops)
-                self._parts[i] = away if places[i].kv == "host" else (Part(True, layers[i].ops, ()),)
+                self._parts[i] = (Part(True, layers[i].ops, ()),) if places[i].kv == "device" else away
         self._programs = {i: far.device.compile(layers[i].ops, width) for i in own if places[i].compute == "host"}
         self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
         self._guests: dict[int, _Guest] = {}
+        self._rest = rest
         self.waited = 0.0
         """Seconds that steps waited for rows to cross."""
         self._holding = -1
@@ -101,6 +104,13 @@ class TieredComputer:
     def cache(self) -> Cache:
         """Of the layers attended near."""
         return self._near.cache
+
+    def traffic(self) -> Traffic:
+        near = self._near.weights
+        caches = [getattr(cache, "disk", None) for cache in (self._far.cache, self._host_cache)]
+        disk = from_disk((getattr(near, "disk", None), self._far.weights, *caches))
+        waited = disk.waited + self.waited + (near.waited if isinstance(near, Tiered) else 0.0)
+        return Traffic(True, disk.read, sum(self.link.sent.values()), waited)
 
     def step(self, layer: int, run: Run) -> None:
         """Compute one layer of a run's live rows; see ``run.stage.Computer``."""
@@ -118,7 +128,7 @@ class TieredComputer:
             assert out is not None
             asked = [(i, *run.history[i], run.message.rows[i].position) for i in self._wanted(run)]
             run.choices = choose(self.device, out, asked)
-        elif layer == self.end - 1:
+        elif layer == self.end - 1 or self._rest != "device":
             self._to_host(run)
 
     @staticmethod
@@ -261,6 +271,7 @@ class TieredComputer:
         self._release()
         self._bound.clear()
         self._guests.clear()
+        self.device.unpin()
         self._near.weights.close()
         self._far.weights.close()
         for cache in (self._near.cache, self._far.cache, self._host_cache):

@@ -217,22 +217,28 @@ void attend_many(const AttendTile& t) {
   });
 }
 
-// acc as if the other positions' weights were zero; max and sum are of all.
+// sum and acc of the chosen positions alone; max is of all.
 void attend_chosen(const AttendTile& t) {
-  uint8_t chosen[kChunk];
+  bool chosen[kChunk];
   std::memset(t.tile, 0, sizeof(float) * static_cast<size_t>(t.stride));
   for (int i = 0; i < t.queries; i++) {
     float *p = t.scores + i * kChunk, *acc = t.acc + i * t.stride;
-    int count = 0;
-    for (int n = t.lo[i]; n < t.hi[i]; n++)
-      if (p[n] >= t.floor[i] || n == t.own[i]) chosen[count++] = static_cast<uint8_t>(n);
+    for (int n = t.lo[i]; n < t.hi[i]; n++) chosen[n] = p[n] >= t.floor[i] || n == t.own[i];
     soften(p, t.lo[i], t.hi[i], t.softcap, t.max + i, t.sum + i);
+    const bool finite = t.sum[i] - t.sum[i] == 0.0f;
     std::memset(acc, 0, sizeof(float) * static_cast<size_t>(t.stride));
-    for (int j = 0; j < count; j++) {
-      load_record_impl(t.v_bits, t.v[chosen[j]], t.head_dim, t.tile);
-      const v8 w = splat(p[chosen[j]]);
+    for (int n = t.lo[i]; n < t.hi[i]; n++) {
+      if (!chosen[n]) {
+        p[n] = 0.0f;
+        continue;
+      }
+      load_record_impl(t.v_bits, t.v[n], t.head_dim, t.tile);
+      const v8 w = splat(p[n]);
       for (int d = 0; d < t.stride; d += 8) store(acc + d, fma(w, load(t.tile + d), load(acc + d)));
     }
+    v8 lanes[2] = {splat(0.0f), splat(0.0f)};
+    for (int n = t.lo[i] & ~7; n < t.hi[i]; n += 8) lanes[n >> 3 & 1] = lanes[n >> 3 & 1] + load(p + n);
+    if (finite) t.sum[i] = tree_sum(lanes[0], lanes[1]);
   }
 }
 

@@ -14,6 +14,8 @@ constexpr int kQueries = 96;                       // of a tile, unless one row 
 constexpr int64_t kMostPartials = int64_t{8} << 20;  // bytes
 constexpr int64_t kMostScores = int64_t{1} << 20;    // bytes of a thread, unless one row has more
 
+constexpr int64_t kFewest = 32;                      // positions that sparse attention takes beside a row's own
+
 bool sparse(const AttentionShape& shape) { return shape.keep < 1.0; }
 
 struct Range {
@@ -143,8 +145,9 @@ int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
 // The least score that brings its value, for a row's query (number i of its tile) whose scores are all there.
 float floor_of(const Call& c, const Local& l, int64_t row, int64_t i) {
   const Range s = c.seen(row);
-  const int64_t others = s.hi - s.lo - 1, kept = static_cast<int64_t>(c.shape.keep * static_cast<double>(others));
-  if (kept == 0) return std::numeric_limits<float>::infinity();
+  const int64_t others = s.hi - s.lo - 1;
+  const int64_t kept = std::max(kFewest, static_cast<int64_t>(c.shape.keep * static_cast<double>(others)));
+  if (kept >= others) return -std::numeric_limits<float>::infinity();
   int32_t* to = l.keys;
   for (int p = s.lo; p < s.hi - 1;) {
     const int n = std::min(s.hi - 1, (p / kChunk + 1) * kChunk) - p;

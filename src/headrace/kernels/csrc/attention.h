@@ -11,7 +11,7 @@ namespace headrace {
 struct AttentionShape {
   int heads = 0, kv_heads = 0, head_dim = 0, window = 0;
   float scale = 1.0f, softcap = 0.0f;
-  double keep = 1.0;  // under 1: of n positions only the floor(keep (n - 1)) of greatest weight and the row's own count
+  double keep = 1.0;  // under 1: of n other positions only the max(kFewest, floor(keep n)) of greatest score count
   int64_t most = 0;   // positions there may be, when keep < 1
 };
 
