@@ -121,7 +121,12 @@ HR_ALWAYS __m256i four(const int8_t* q, int step) {
 }
 
 // Keeps a chain of additions as written: interleaved over rows it runs at full rate, as the compiler's tree doesn't.
-HR_ALWAYS void keep(__m256i& v) { asm("" : "+x"(v)); }
+// Fixed: and in its place among the others.
+template <bool Fixed>
+HR_ALWAYS void keep(__m256i& v) {
+  if constexpr (Fixed) asm volatile("" : "+x"(v));
+  else asm("" : "+x"(v));
+}
 
 HR_ALWAYS __m256i widen(__m256i v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 
@@ -144,17 +149,23 @@ struct Sum {
     if constexpr (F == Format::Q3_K) a = _mm256_srai_epi16(a, 3), b = _mm256_srai_epi16(b, 3);  // centre 4 = 32 / 8
   }
 
-  HR_ALWAYS void add(int step, __m256i w, __m256i act) {
+  // A step's products, which may be taken into the sum later.
+  static HR_ALWAYS __m256i product(__m256i w, __m256i act) {
+    if constexpr (signed_codes(F)) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(act, w));
+    return _mm256_maddubs_epi16(w, act);
+  }
+  template <bool Fixed>
+  HR_ALWAYS void take(int step, __m256i p) {
     if constexpr (signed_codes(F)) {
-      const __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(act, w));
       a = _mm256_add_epi16(a, p), b = _mm256_add_epi16(b, _mm256_srai_epi16(p, 8));
-      keep(a), keep(b);
+      keep<Fixed>(a), keep<Fixed>(b);
     } else {
       __m256i& sum = kHalves && step >= 4 ? b : a;
-      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, act));
-      keep(sum);
+      sum = _mm256_add_epi16(sum, p);
+      keep<Fixed>(sum);
     }
   }
+  HR_ALWAYS void add(int step, __m256i w, __m256i act) { take<false>(step, product(w, act)); }
 
   HR_ALWAYS __m256i total(const Scales<F>& w) const {
     if constexpr (signed_codes(F)) {
@@ -196,15 +207,24 @@ HR_ALWAYS void spread(const Tile<F>& tile, int64_t g, __m256i* w) {
   quarter<F, 2>(tile.low(g), tile.high(g), put), quarter<F, 3>(tile.low(g), tile.high(g), put);
 }
 
-// N rows from row r meet the spread codes of one group.
+// N rows from row r meet the spread codes of one group. Products are taken a step late: Zen 1 issues the oldest operation
+// that is ready, and an addition older than a product may take the multiplier's pipe from it.
 template <Format F, int N>
 HR_ALWAYS void add_rows(const __m256i* w, const Scales<F>& scales, const GroupRows<false>& a, int64_t r, __m256* acc) {
   Sum<F> sum[N];
   for (int i = 0; i < N; ++i) sum[i].start(a, r + i);
   const int8_t* q = a.codes(r);
-#pragma GCC unroll 8
-  for (int s = 0; s < 8; ++s)
-    for (int i = 0; i < N; ++i) sum[i].add(s, w[s], four(q + 32 * i, s));
+  __m256i late[N];
+#pragma GCC unroll 9
+  for (int s = 0; s < 9; ++s) {
+    __m256i p[N];
+    if (s < 8)
+      for (int i = 0; i < N; ++i) p[i] = Sum<F>::product(w[s], four(q + 32 * i, s)), keep<true>(p[i]);
+    if (s > 0)
+      for (int i = 0; i < N; ++i) sum[i].template take<true>(s - 1, late[i]);
+    if (s < 8)
+      for (int i = 0; i < N; ++i) late[i] = p[i];
+  }
   for (int i = 0; i < N; ++i) acc[i] = add_group<F>(scales, a, r + i, sum[i].total(scales), acc[i]);
 }
 
