@@ -94,6 +94,7 @@ def main() -> int:
                 "messages": {str(to): n for (to, what), n in link.sent.items() if what == "messages"},
                 "bytes": {str(to): n for (to, what), n in link.sent.items() if what == "bytes"},
                 "runs": engine.head._next_run,
+                "guesses": vars(engine.head.counts),
                 "idle": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             }
             print(json.dumps(answer), flush=True)

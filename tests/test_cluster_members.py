@@ -196,7 +196,7 @@ def test_messages_for_the_wrong_address_are_refused(model: Model) -> None:
 
 HELLO = Hello("0.1", "ab", "", (16, 16), "0.5,0.5", (0, 1))
 CONTROLS: list[Control] = [
-    HELLO, Plan((0, 2), (2, 5), (1, 2), 64, 512, 2, 1), Stop(2), Failure("the disk é"), Ping(), Look(),
+    HELLO, Plan((0, 2), (2, 5), (1, 2), 64, 80, 512, 2, 1), Stop(2), Failure("the disk é"), Ping(), Look(),
     Seen(9, (1, 500), (2, 80), (1, 0, 3, 4, 1, 0, 2), (), 0),
 ]  # fmt: skip
 

@@ -23,7 +23,9 @@ from headrace.run.stage import Stage
 from headrace.speculate.drafters import Drafter, Merged, NGram
 from headrace.speculate.grow import Growth, ModelDrafter
 from headrace.speculate.growth import Once
+from headrace.speculate.learned import Learned, Restful
 from headrace.speculate.pipeinfer import Knobs, Microbatches, PipeInfer
+from headrace.speculate.rates import Rates
 from headrace.speculate.serial import Clocked, Frugal, Serial
 from headrace.speculate.sync import Synchronous
 from headrace.speculate.vocab import Translated, VocabMap
@@ -122,11 +124,18 @@ def policy_of(wish: Wish) -> GuessPolicy:
     return Serial(wish.most, floor=max(0.02, wish.knob("pa", 0.0)))
 
 
-def order_of(wish: Wish, order: Order, stages: int) -> Order:
-    """The order with room for guesses."""
+def rank_policy(wish: Wish, share: float) -> GuessPolicy:
+    """The policy over ranks. share: the slowest stage's part of a pass, as far as is known."""
+    if not wish or wish.policy != "ours":
+        return policy_of(wish)
+    return Learned(share, int(min(wish.most, 64)), floor=max(0.01, wish.knob("pa", 0.0)))
+
+
+def order_of(wish: Wish, order: Order, stages: int = 0) -> Order:
+    """The order with room for guesses. stages: of the target, 0 where everything takes turns in one process."""
     if not wish:
         return order
-    blocks = {"ours": 1 if stages == 1 else 4 * stages + 8, "pipeinfer": 2 * stages + 4, "sync": 1}[wish.policy]
+    blocks = {"ours": 4 * stages + 8 if stages else 1, "pipeinfer": 2 * stages + 4, "sync": 1}[wish.policy]
     return replace(order, guesses=min(wish.most, order.rows), blocks=blocks)
 
 
@@ -169,32 +178,40 @@ class Draft:
     """It has a file of its own, not the target's."""
     pages: int
     kv_bits: tuple[int, int]
+    vocab: int
+    """Ids that may stand in messages about it: its own and the target's."""
     computer: DeviceComputer | None = None
 
     @property
     def layers(self) -> list[Layer]:
         return [self.model.layers[i] for i in self.numbers]
 
-    def take(self, budget: Budget, device: Device, rows: int) -> None:
-        """Count it, before the target's own layers take the rest."""
-        weights = sum(held_nbytes(device, self.model, self.numbers).values()) if self.own else 0
-        cache = page_nbytes(device, self.layers, self.kv_bits) * self.pages
-        scratch = scratch_nbytes(device, self.model, rows, self.layers)
+    def take(self, budget: Budget, device: Device, rows: int, own: range | None = None) -> None:
+        """Count it, or a rank's part of it, before the target's own layers take the rest."""
+        numbers = self.numbers if own is None else [self.numbers[i] for i in own]
+        layers = [self.model.layers[i] for i in numbers]
+        weights = sum(held_nbytes(device, self.model, numbers).values()) if self.own or own is not None else 0
+        cache = page_nbytes(device, layers, self.kv_bits) * self.pages
+        scratch = scratch_nbytes(device, self.model, rows, layers)
         budget.take("draft model", weights + cache + scratch, "leave the draft model out, or give a larger --ram")
 
-    def load(self, device: Device, weights: Weights | None) -> tuple[Stage, DeviceComputer]:
-        """weights: the target's, where the layers are its own."""
+    def load(
+        self, device: Device, weights: Weights | None = None, own: range | None = None
+    ) -> tuple[Stage, DeviceComputer]:
+        """weights: the target's, where the layers are its own and here. own: a rank's part of the draft's layers."""
         held: Weights
+        layers = self.layers
+        own = range(len(layers)) if own is None else own
         if weights is not None and not self.own:
             if not all(weights.stays(i) for i in self.numbers):
                 raise Unsupported("The draft's layers must stay in memory and here they stream; give a larger --ram.")
             held = Mapped(weights, self.numbers)
         else:
-            held = Mapped(Resident(device, self.model, self.numbers), self.numbers)
-        layers = self.layers
-        cache = HostKV(device, kv_shapes(layers, self.kv_bits), self.pages)
-        self.computer = DeviceComputer(device, layers, range(len(layers)), self.model.spec.width, held, cache)
-        return Stage(0, len(layers), len(layers)), self.computer
+            held = Mapped(Resident(device, self.model, [self.numbers[i] for i in own]), self.numbers)
+        shapes = {i: shape for i, shape in kv_shapes(layers, self.kv_bits).items() if i in own}
+        cache = HostKV(device, shapes, self.pages)
+        self.computer = DeviceComputer(device, layers, own, self.model.spec.width, held, cache)
+        return Stage(own.start, own.stop, len(layers)), self.computer
 
     def close(self) -> None:
         if self.computer is not None:
@@ -210,7 +227,8 @@ def draft_of(wish: Wish, target: Model, tokenizer: Tokenizer, options: Options, 
     pages = (pages_for(context) + SPARE) * (options.caches or 1)
     if wish.model is None:
         assert wish.layers is not None
-        return Draft(target, first_layers(target, wish.layers), None, False, pages, options.kv_bits)
+        vocab = target.spec.vocab
+        return Draft(target, first_layers(target, wish.layers), None, False, pages, options.kv_bits, vocab)
     file = open_file(wish.model, replace(options, requant=None))
     try:
         model = load_model(file)
@@ -219,7 +237,8 @@ def draft_of(wish: Wish, target: Model, tokenizer: Tokenizer, options: Options, 
         texts = list(texts_of(tokenizer)), list(texts_of(other))
         same = texts[0] == texts[1] and model.spec.vocab <= target.spec.vocab
         words = None if same else VocabMap(*texts)
-        return Draft(model, list(range(len(model.layers))), words, True, pages, options.kv_bits)
+        vocab = max(model.spec.vocab, target.spec.vocab)
+        return Draft(model, list(range(len(model.layers))), words, True, pages, options.kv_bits, vocab)
     except BaseException:
         file.close()
         raise
@@ -232,17 +251,17 @@ def texts_of(tokenizer: Tokenizer) -> Iterator[bytes | None]:
 
 
 def growth_of(wish: Wish, policy: Serial | None) -> Growth:
-    """How a model drafter grows its tree in one process."""
+    """How a model drafter grows its tree: in turns with the target under a ``Serial`` policy, else on its own."""
     if wish.policy == "pipeinfer":
         return Microbatches(wish.pipeinfer)
     if wish.policy == "sync":
         return Once(wish.most)
-    assert policy is not None
-    return Frugal(policy, width=int(wish.knob("np", 5)))
+    width = int(wish.knob("np", 5))
+    return Restful(Rates(), width) if policy is None else Frugal(policy, width)
 
 
-def drafter_of(wish: Wish, draft: Draft | None, policy: GuessPolicy) -> Drafter | None:
-    """The drafter for one process: all that are asked for, as one."""
+def drafter_of(wish: Wish, draft: Draft | None, policy: GuessPolicy | None = None) -> Drafter | None:
+    """All drafters that are asked for, as one. policy: where it is in the same process."""
     serial = policy if isinstance(policy, Serial) else None
     found: list[Drafter] = []
     if wish.ngram:
@@ -250,9 +269,9 @@ def drafter_of(wish: Wish, draft: Draft | None, policy: GuessPolicy) -> Drafter 
     if draft is not None:
         growth, number = growth_of(wish, serial), len(found)
         made: Drafter
-        if isinstance(growth, Frugal):
+        if isinstance(growth, Frugal | Restful):
             made = Clocked(draft.pages, growth, growth.rates, growth.judged, number)
         else:
-            made = ModelDrafter(draft.pages, growth, number)
+            made = ModelDrafter(draft.pages, growth, number, most=128)
         found.append(Translated(made, draft.words) if draft.words else made)
     return Merged(found) if len(found) > 1 else found[0] if found else None

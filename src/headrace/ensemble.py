@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from headrace import __version__
+from headrace import __version__, drafting
 from headrace.cluster.handshake import Begin, Failure, Hello, Plan, Ready, Stop, difference, threads_each
 from headrace.cluster.members import CONTROL, Link, Member, MpiHead
 from headrace.cluster.message import Limits
@@ -25,7 +25,7 @@ from headrace.memory.budget import Budget
 from headrace.memory.slots import pages_for
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer, Model, load_model
-from headrace.options import Options
+from headrace.options import Options, batch_threads
 from headrace.placement import affordable_caches, context_of, load_weights, make_cache, open_file, pass_bytes, place
 from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
@@ -33,6 +33,8 @@ from headrace.run.schedule import Order
 from headrace.run.stage import Stage
 from headrace.run.trace import Recorder
 from headrace.setup import Parts
+from headrace.speculate.drafters import Drafter
+from headrace.speculate.learned import Learned, probe
 from headrace.text.tokenizer import Tokenizer
 
 GREETING = 300.0
@@ -59,6 +61,7 @@ class Mine:
     computer: DeviceComputer
     weights: Weights
     budget: Budget
+    layers: list[Layer]
 
     def close(self) -> None:
         self.computer.close()
@@ -68,11 +71,13 @@ class Mine:
 class Team:
     """What rank 0 knows of the ranks, and how it brings them together, again when one is lost."""
 
-    def __init__(self, link: Link, model: Model, options: Options) -> None:
+    def __init__(self, link: Link, model: Model, tokenizer: Tokenizer, options: Options) -> None:
         self.link, self.model, self.options = link, model, options
         self.context = context_of(model, options.context)
         self.epoch = 0
         self.order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
+        self.wish = drafting.wish_of(options)
+        self.draft = drafting.draft_of(self.wish, model, tokenizer, options, self.context)
         self.plan, self.mine = self.gather()
         self.parts: Parts | None = None
 
@@ -91,8 +96,8 @@ class Team:
         link = self.link
         for rank in range(1, link.size):
             link.send(rank, CONTROL, Begin())
-        plan = _agree(link, self.model, self.options, self.context, self.epoch)
-        mine = _load(self.model, self.options, plan, 0)
+        plan = _agree(link, self.model, self.options, self.context, self.epoch, self.draft)
+        mine = _load(self.model, self.options, plan, 0, None)
         link.limits[MpiHead.HEAD] = Limits(vocab=self.model.spec.vocab)
         link.limits[0] = _limits(self.model, plan, 0)
         try:
@@ -103,7 +108,25 @@ class Team:
         return plan, mine
 
     def head(self) -> Head:
-        return Head(self.plan.pages, self.order, epoch=self.plan.epoch)
+        plan = self.plan
+        sizes = [sum(self.model.layers[i].nbytes for i in _own(plan, rank)) for rank in range(plan.targets)]
+        wish = self.wish if self.drafting else drafting.Wish()
+        policy = drafting.rank_policy(wish, max(sizes) / sum(sizes))
+        return Head(plan.pages, drafting.order_of(wish, self.order, plan.targets), policy, plan.epoch)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether anybody drafts: a drafter with layers needs a rank of its own."""
+        return self.wish.ngram if self.plan.targets == len(self.plan.firsts) else bool(self.wish)
+
+    def drafter(self) -> Drafter | None:
+        """The drafter that is here: one without layers, where no rank drafts."""
+        here = self.plan.targets == len(self.plan.firsts) and self.wish.ngram
+        return drafting.drafter_of(drafting.Wish(ngram=True, knobs=self.wish.knobs), None) if here else None
+
+    def probe(self, loop: MpiHead) -> None:
+        if isinstance(loop.head.policy, Learned):
+            probe(loop, loop.head.policy)
 
     def stages(self) -> list[tuple[Stage, DeviceComputer]]:
         return [(self.mine.stage, self.mine.computer)]
@@ -118,6 +141,7 @@ class Team:
         self.epoch += 1
         self.plan, self.mine = self.gather()
         parts.computer, parts.weights, parts.device = self.mine.computer, self.mine.weights, self.mine.computer.device
+        parts.loop.drafter, parts.loop.drafting = self.drafter(), self.drafting
         parts.loop.restart(_ranks(self.plan), self.head(), self.stages(), self.plan.targets)
         return True
 
@@ -134,16 +158,19 @@ def lead(path: Path, options: Options, link: Link) -> Parts:
         model = load_model(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         tokenizer.check_model(model.spec.vocab)
-        team = Team(link, model, options)
+        team = Team(link, model, tokenizer, options)
     except BaseException:
         file.close()
         raise
     plan, mine = team.plan, team.mine
-    loop = MpiHead(link, _ranks(plan), team.head(), team.stages(), plan.targets, recover=team.recover)
+    loop = MpiHead(
+        link, _ranks(plan), team.head(), team.stages(), plan.targets, team.drafter(), team.drafting, team.recover
+    )
+    team.probe(loop)
     device = mine.computer.device
     team.parts = Parts(
         model, tokenizer, device, loop, mine.weights, mine.computer, team.context, mine.budget,
-        pass_bytes(device, model), options.kv_bits,
+        pass_bytes(device, model), options.kv_bits, team.draft,
     )  # fmt: skip
     return team.parts
 
@@ -183,40 +210,51 @@ def serve(find: Callable[[], Path], options: Options, link: Link, trace: bool = 
 
 
 def _serve(path: Path, options: Options, link: Link, trace: bool) -> int:
-    file = open_file(path, options)
+    file, draft = open_file(path, options), None
     try:
         model = load_model(file)
-        link.send(0, CONTROL, _hello(model, options))
+        wish, context = drafting.wish_of(options), context_of(model, options.context)
+        draft = drafting.draft_of(wish, model, Tokenizer.from_metadata(file.metadata), options, context)
+        link.send(0, CONTROL, _hello(model, options, draft))
         plan = _gather(link, Plan, [0])[0]
-        mine = _load(model, options, plan, link.rank)
+        mine = _load(model, options, plan, link.rank, draft)
         try:
-            number = link.rank
+            number, first = link.rank, plan.targets
+            drafter = drafting.drafter_of(wish, draft) if number == first else None
             link.limits[number] = _limits(model, plan, number)
-            member = Member(link, _ranks(plan), number, (mine.stage, mine.computer), plan.targets)
+            if draft is not None and number >= first:
+                width = draft.model.spec.width if number > first else 0
+                link.limits[number] = Limits(draft.vocab, plan.draft_pages * PAGE, width)
+                link.limits[Member.DRAFTER] = Limits(draft.vocab)
+            drafts = len(plan.firsts) - first
+            member = Member(link, _ranks(plan), number, (mine.stage, mine.computer), first, drafts, drafter)
             member.watch(Recorder(trace, time.monotonic))
-            link.send(0, CONTROL, Ready(sum(model.layers[i].nbytes for i in _own(plan, link.rank))))
+            link.send(0, CONTROL, Ready(sum(layer.nbytes for layer in mine.layers)))
             return member.serve()
         finally:
             mine.close()
     finally:
+        if draft is not None:
+            draft.close()
         file.close()
 
 
 # --- coming together --------------------------------------------------------------------------------------
 
 
-def _hello(model: Model, options: Options) -> Hello:
+def _hello(model: Model, options: Options, draft: drafting.Draft | None) -> Hello:
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     split = options.layer_split or ""
-    return Hello(__version__, model.file.digest(), "", options.kv_bits, split, tuple(cpus))
+    drafts = "" if draft is None else f"{len(draft.numbers)} layers of {draft.model.file.digest()}"
+    return Hello(__version__, model.file.digest(), drafts, options.kv_bits, split, tuple(cpus))
 
 
-def _agree(link: Link, model: Model, options: Options, context: int, epoch: int) -> Plan:
+def _agree(link: Link, model: Model, options: Options, context: int, epoch: int, draft: drafting.Draft | None) -> Plan:
     """Hear everybody's hello, settle the plan, and tell it. Raises BadMessage for a rank that differs."""
     # Shares and thread counts by hand are for the ranks that were started; a rank is known by its number then.
-    edges = _edges(model.layers, options.layer_split if epoch == 0 else None, link.size)
+    edges, targets = _split(model, draft, options.layer_split if epoch == 0 else None, link.size)
     others = _gather(link, Hello, range(1, link.size), GREETING)
-    hellos = [_hello(model, options), *(others[rank] for rank in range(1, link.size))]
+    hellos = [_hello(model, options, draft), *(others[rank] for rank in range(1, link.size))]
     for rank, hello in enumerate(hellos):
         wrong = difference(hellos[0], hello, f"Rank {link.name(rank).removeprefix('rank ')}")
         if wrong:
@@ -230,19 +268,37 @@ def _agree(link: Link, model: Model, options: Options, context: int, epoch: int)
         )
     threads = threads_each(hellos, link.hosts, asked)
     device = make_device(options.device, threads=threads[0], cpu=options.cpu)
-    pages = pages_for(context) * (options.caches or affordable_caches(device, model, context, options))
-    plan = Plan(tuple(a for a, _ in edges), tuple(b for _, b in edges), threads, pages, options.rows, link.size, epoch)
+    caches = options.caches or affordable_caches(device, model, context, options)
+    pages = pages_for(context + drafting.rank_policy(drafting.wish_of(options), 1.0).most_guesses) * caches
+    starts, ends = tuple(a for a, _ in edges), tuple(b for _, b in edges)
+    drafts = 0 if draft is None else draft.pages * caches
+    plan = Plan(starts, ends, threads, pages, drafts, options.rows, targets, epoch)
     for rank in range(1, link.size):
         link.send(rank, CONTROL, plan)
     return plan
 
 
-def _edges(layers: Sequence[Layer], split: str | None, ranks: int) -> tuple[tuple[int, int], ...]:
+def _split(
+    model: Model, draft: drafting.Draft | None, split: str | None, ranks: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """([first, end) of each rank's layers, the target's ranks first; how many those are). A drafter gets the last rank
+    unless shares by hand say otherwise; a lone rank has none to give."""
+    if split is None:
+        targets = ranks - 1 if draft is not None and ranks > 1 else ranks
+        edges = _edges(model.layers, None, targets)
+        return (*edges, (0, len(draft.numbers))) if draft is not None and targets < ranks else edges, targets
+    shares = parse(split)
+    check(shares, ranks, drafting=draft is not None)
+    edges = _edges(model.layers, shares.target, len(shares.target))
+    if draft is not None:
+        edges += _edges(draft.layers, shares.draft, len(shares.draft))
+    return edges, len(shares.target)
+
+
+def _edges(layers: Sequence[Layer], shares: Sequence[float] | None, ranks: int) -> tuple[tuple[int, int], ...]:
     """[first, end) of each rank's layers. Weights read for a row count, so the embedding, one row of it, doesn't."""
-    if split is not None:
-        shares = parse(split)
-        check(shares, ranks, drafting=False)
-        counts = list(by_shares(shares.target, len(layers) - 2))
+    if shares is not None:
+        counts = list(by_shares(shares, len(layers) - 2))
         counts[0] += 1
         counts[-1] += 1
         return ranges(counts)
@@ -280,25 +336,32 @@ def _own(plan: Plan, rank: int) -> range:
 
 
 def _ranks(plan: Plan) -> dict[int, int]:
-    """Address -> rank."""
-    return {MpiHead.HEAD: 0, **{i: i for i in range(len(plan.firsts))}}
+    """Address -> rank. A drafter without layers is with the head."""
+    drafter = plan.targets if plan.targets < len(plan.firsts) else 0
+    return {MpiHead.HEAD: 0, MpiHead.DRAFTER: drafter, **{i: i for i in range(len(plan.firsts))}}
 
 
 def _limits(model: Model, plan: Plan, number: int) -> Limits:
     return Limits(model.spec.vocab, plan.pages * PAGE, model.spec.width if number else 0)
 
 
-def _load(model: Model, options: Options, plan: Plan, rank: int) -> Mine:
+def _load(model: Model, options: Options, plan: Plan, rank: int, draft: drafting.Draft | None) -> Mine:
     """This rank's layers, cache and device, within this rank's budget."""
-    own = _own(plan, rank)
-    device = make_device(options.device, threads=plan.threads[rank], cpu=options.cpu)
+    own, batch = _own(plan, rank), batch_threads(options, rank, len(plan.firsts))
+    device = make_device(options.device, threads=plan.threads[rank], cpu=options.cpu, batch=batch)
     budget = Budget(options.ram)
+    if draft is not None and rank >= plan.targets:
+        draft.pages = plan.draft_pages
+        draft.take(budget, device, plan.rows, own)
+        stage, computer = draft.load(device, own=own)
+        return Mine(stage, computer, computer.weights, budget, [draft.layers[i] for i in own])
     options = replace(options, rows=plan.rows)
     streamed = place(budget, device, model, plan.pages, options, own)
     weights = load_weights(device, model, streamed, options, own)
     cache = make_cache(device, model, plan.pages, options, own)
     computer = DeviceComputer(device, model.layers, own, model.spec.width, weights, cache)
-    return Mine(Stage(own.start, own.stop, len(model.layers), plan.epoch), computer, weights, budget)
+    layers = [model.layers[i] for i in own]
+    return Mine(Stage(own.start, own.stop, len(model.layers), plan.epoch), computer, weights, budget, layers)
 
 
 def one_process(options: Options) -> Options:

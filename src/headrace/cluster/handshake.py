@@ -42,7 +42,8 @@ class Hello:
 class Plan:
     """Head to each rank: edges [first, end) of every rank's layers, targets' ranks first, and threads of each rank.
 
-    pages: of the cache. rows: most in a run. targets: how many of the ranks hold the target model. epoch: rises with
+    pages: of the cache; draft_pages: of the drafter's. rows: most in a run. targets: how many of the ranks hold the
+    target model. epoch: rises with
     every plan, so that nothing of an earlier one is taken for this one's.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     ends: tuple[int, ...]
     threads: tuple[int, ...]
     pages: int
+    draft_pages: int
     rows: int
     targets: int
     epoch: int

@@ -32,8 +32,8 @@ class _Text:
 class NGram:
     """Prompt lookup (Saxena 2023; the idea is older): what followed the last tokens when they stood before.
 
-    longest, shortest: lengths of the n-grams that are looked up; of the places found, those whose match reaches
-    furthest back come first. depth: most tokens proposed, about twice the match's length; branches: unlike continuations.
+    longest, shortest: of the n-grams that are looked up; of the places found, those whose match reaches
+    furthest back come first. depth: most tokens proposed, about twice the match's length; branches: of them.
     What a guess states follows from the length of its match; how good that is, the head measures, and a rank says
     which continuation it is. wanted: whether the head has any use for a draft now.
     """
