@@ -102,7 +102,7 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     wish = drafting.wish_of(options)
     policy = drafting.policy_of(wish)
     order = order_of(options)
-    order = drafting.order_of(wish, order, 1)
+    order = drafting.order_of(wish, order)
     budget = Budget(options.ram)
     caches = options.caches or affordable_caches(device, model, context, options)
     pages = pages_for(context + policy.most_guesses) * caches
