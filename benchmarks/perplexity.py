@@ -2,7 +2,7 @@
 
     python benchmarks/perplexity.py [--model smollm2-q4_1] [--bytes 20000] [--kv 16/16 8/8 8/4 4/4] [--text FILE]
 
-llama.cpp is asked for one token after each beginning, with a bias that leaves it no choice; it tells the log-probability
+llama.cpp is asked for one token after each beginning, with a bias that leaves it no choice, and tells the log-probability
 from before the bias, and its cache has the beginning. The f32 side is transformers (PyTorch) with the file's weights
 dequantised and everything in f32; it knows the two models that packages bring.
 """

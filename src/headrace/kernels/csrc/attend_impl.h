@@ -64,6 +64,25 @@ HR_INLINE void dots4(const float* q, const Rows& k, int stride, int p, float* sc
   }
 }
 
+// Scores of one query of 64 dimensions, which stay in registers, at the n positions (a multiple of four) from k on.
+HR_INLINE void scores64(const float* q, const float* k, int n, float* scores) {
+  v8 x[8];
+  for (int j = 0; j < 8; j++) x[j] = load(q + 8 * j);
+  const auto dot = [&](int p) {
+    v8 lo = splat(0.0f), hi = lo;
+#pragma GCC unroll 4
+    for (int j = 0; j < 8; j += 2) {
+      lo = fma(x[j], load(k + 64 * p + 8 * j), lo);
+      hi = fma(x[j + 1], load(k + 64 * p + 8 * j + 8), hi);
+    }
+    return lo + hi;
+  };
+  for (int p = 0; p < n; p += 4) {
+    const v4 s = fold_quad(fold_pair(dot(p), dot(p + 1)), fold_pair(dot(p + 2), dot(p + 3)));
+    __builtin_memcpy(scores + p, &s, 16);
+  }
+}
+
 // Scores of queries i .. i + Q - 1 within [from, to); a few positions more, up to multiples of four.
 template <int Q, class Rows>
 static inline void scores_of(const AttendTile& t, const Rows& k, int i, int from, int to) {
@@ -74,32 +93,49 @@ static inline void scores_of(const AttendTile& t, const Rows& k, int i, int from
   }
   begin = begin > from ? begin : from;
   end = end < to ? end : to;
+  if constexpr (std::is_same_v<Rows, TileRows>) {
+    begin &= ~3;
+    if (t.stride == 64 && begin < end) {
+      for (int j = i; j < i + Q; j++)
+        scores64(t.q + j * 64, k.tile + (begin - k.p0) * 64, (end - begin + 3) & ~3, t.scores + j * kChunk + begin);
+      return;
+    }
+  }
   for (int p = begin & ~3; p < end; p += 4) dots4<Q>(t.q + i * t.stride, k, t.stride, p, t.scores + i * kChunk);
 }
 
-// scores -> e^(score - max) in place, zeros around [lo, hi) as far as its blocks of eight reach.
+// Positions p .. p + 7 of v within [lo, hi), `other` elsewhere.
+HR_INLINE v8 within(v8 v, int p, int lo, int hi, float other) {
+  if (p >= lo && p + 8 <= hi) return v;
+  const i8v at = iota() + splat_i(p);
+  return select((at >= splat_i(lo)) & (at < splat_i(hi)), v, splat(other));
+}
+
+// scores -> e^(score - max) in place, zeros around [lo, hi) as far as its blocks of sixteen reach.
 HR_INLINE void soften(float* s, int lo, int hi, float softcap, float* top, float* sum) {
-  const int first = lo & ~7;
+  const int first = lo & ~15;
   v8 best = splat(-__builtin_inff());
   for (int p = first; p < hi; p += 8) {
     v8 v = load(s + p);
-    if (softcap > 0.0f) v = splat(softcap) * tanh8(v / splat(softcap));
-    const i8v at = iota() + splat_i(p);
-    v = select((at >= splat_i(lo)) & (at < splat_i(hi)), v, splat(-__builtin_inff()));
-    store(s + p, v);
-    best = max(v, best);
+    if (softcap > 0.0f) {
+      v = splat(softcap) * tanh8(v / splat(softcap));
+      store(s + p, v);
+    }
+    best = max(within(v, p, lo, hi, -__builtin_inff()), best);
   }
   const v8 m = splat(max_of(best));
-  v8 lanes[2] = {splat(0.0f), splat(0.0f)};
-  for (int p = first; p < hi; p += 8) {
-    const v8 v = load(s + p), e = exp8(v - m);
-    const i8v at = iota() + splat_i(p);
-    const v8 kept = select((at >= splat_i(lo)) & (at < splat_i(hi)), e, splat(0.0f));
-    store(s + p, kept);
-    lanes[p >> 3 & 1] = lanes[p >> 3 & 1] + kept;
+  const auto one = [&](int p) {
+    const v8 e = within(exp8(load(s + p) - m), p, lo, hi, 0.0f);
+    store(s + p, e);
+    return e;
+  };
+  v8 even = splat(0.0f), odd = even;
+  for (int p = first; p < hi; p += 16) {
+    even = even + one(p);
+    odd = odd + one(p + 8);
   }
   *top = m[0];
-  *sum = tree_sum(lanes[0], lanes[1]);
+  *sum = tree_sum(even, odd);
 }
 
 // acc[Q][8 D] += p[Q, begin..end) x v[begin..end), in position order, from dimension d on.
