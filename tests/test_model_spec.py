@@ -264,7 +264,7 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     spec, table = from_gguf(GGUF | {"llama.vocab_size": 100}), NAMES["llama"].table
     for layer in spec.keys:
         for name, shape in spec.shapes(layer).items():
-            file_name = table[name].format(i=layer[6:])
+            file_name = table[name].format(i=layer[6:]) + ".weight"
             writer.add_tensor(file_name, np.ones(shape[1:] if is_vector(name) else shape, np.float16))
     writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
     writer.write_header_to_file()
@@ -298,7 +298,7 @@ def fake(spec: Spec, path: Path, change: dict[str, TensorInfo | None]) -> ModelF
     table, tensors = FOLDER["llama"].table, {}
     for key in spec.keys:
         for name, shape in spec.shapes(key).items():
-            file_name = table[name].format(p="model.", i=key[6:])
+            file_name = ("" if name == "output" else "model.") + table[name].format(i=key[6:]) + ".weight"
             tensors[file_name] = info(file_name, shape[1:] if is_vector(name) else shape, path)
     for name, new in change.items():
         tensors.pop(name, None)

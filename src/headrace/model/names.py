@@ -1,6 +1,6 @@
-"""Where each of our tensors lies in a file: one table a family, templates over block number and prefix.
+"""Where each of our tensors lies in a file: one table a family, of names without ``.weight`` or ``.bias``.
 
-``{i}`` is the block, ``{p}`` what a folder's writer put before every name. A bias is named like its weight.
+``{i}`` is the block. A folder's writer may have put a prefix before every name but the output matrix's.
 """
 
 from __future__ import annotations
@@ -37,11 +37,6 @@ class Source:
             return slice(*self.spans[0])
         return np.concatenate([np.arange(a, b) for a, b in self.spans])
 
-    @property
-    def count(self) -> int | None:
-        """Rows in all stretches, None for all of the tensor's."""
-        return None if self.spans is None else sum(b - a for a, b in self.spans)
-
 
 @dataclass(frozen=True)
 class Names:
@@ -57,53 +52,46 @@ class Names:
 
 
 _LLAMA = {
-    "token_embd": "{p}embed_tokens.weight", "norm": "{p}norm.weight", "output": "lm_head.weight",
-    "attn_norm": "{p}layers.{i}.input_layernorm.weight", "attn_q": "{p}layers.{i}.self_attn.q_proj.weight",
-    "attn_k": "{p}layers.{i}.self_attn.k_proj.weight", "attn_v": "{p}layers.{i}.self_attn.v_proj.weight",
-    "q_norm": "{p}layers.{i}.self_attn.q_norm.weight", "k_norm": "{p}layers.{i}.self_attn.k_norm.weight",
-    "attn_o": "{p}layers.{i}.self_attn.o_proj.weight", "ffn_norm": "{p}layers.{i}.post_attention_layernorm.weight",
-    "ffn_gate": "{p}layers.{i}.mlp.gate_proj.weight", "ffn_up": "{p}layers.{i}.mlp.up_proj.weight",
-    "ffn_down": "{p}layers.{i}.mlp.down_proj.weight",
+    "token_embd": "embed_tokens", "norm": "norm", "output": "lm_head", "attn_norm": "layers.{i}.input_layernorm",
+    "attn_q": "layers.{i}.self_attn.q_proj", "attn_k": "layers.{i}.self_attn.k_proj",
+    "attn_v": "layers.{i}.self_attn.v_proj", "attn_o": "layers.{i}.self_attn.o_proj",
+    "q_norm": "layers.{i}.self_attn.q_norm", "k_norm": "layers.{i}.self_attn.k_norm",
+    "ffn_norm": "layers.{i}.post_attention_layernorm", "ffn_gate": "layers.{i}.mlp.gate_proj",
+    "ffn_up": "layers.{i}.mlp.up_proj", "ffn_down": "layers.{i}.mlp.down_proj",
 }  # fmt: skip
 _GEMMA = _LLAMA | {
-    "attn_post_norm": "{p}layers.{i}.post_attention_layernorm.weight",
-    "ffn_norm": "{p}layers.{i}.pre_feedforward_layernorm.weight",
-    "ffn_post_norm": "{p}layers.{i}.post_feedforward_layernorm.weight",
-}
+    "attn_post_norm": "layers.{i}.post_attention_layernorm", "ffn_norm": "layers.{i}.pre_feedforward_layernorm",
+    "ffn_post_norm": "layers.{i}.post_feedforward_layernorm",
+}  # fmt: skip
 _OPT = {
-    "token_embd": "{p}embed_tokens.weight", "position_embd": "{p}embed_positions.weight",
-    "project_in": "{p}project_in.weight", "project_out": "{p}project_out.weight",
-    "norm": "{p}final_layer_norm.weight", "output": "lm_head.weight",
-    "attn_norm": "{p}layers.{i}.self_attn_layer_norm.weight", "attn_q": "{p}layers.{i}.self_attn.q_proj.weight",
-    "attn_k": "{p}layers.{i}.self_attn.k_proj.weight", "attn_v": "{p}layers.{i}.self_attn.v_proj.weight",
-    "attn_o": "{p}layers.{i}.self_attn.out_proj.weight", "ffn_norm": "{p}layers.{i}.final_layer_norm.weight",
-    "ffn_up": "{p}layers.{i}.fc1.weight", "ffn_down": "{p}layers.{i}.fc2.weight",
+    "token_embd": "embed_tokens", "position_embd": "embed_positions", "project_in": "project_in",
+    "project_out": "project_out", "norm": "final_layer_norm", "output": "lm_head",
+    "attn_norm": "layers.{i}.self_attn_layer_norm", "attn_q": "layers.{i}.self_attn.q_proj",
+    "attn_k": "layers.{i}.self_attn.k_proj", "attn_v": "layers.{i}.self_attn.v_proj",
+    "attn_o": "layers.{i}.self_attn.out_proj", "ffn_norm": "layers.{i}.final_layer_norm",
+    "ffn_up": "layers.{i}.fc1", "ffn_down": "layers.{i}.fc2",
 }  # fmt: skip
 _FALCON = {
-    "token_embd": "{p}word_embeddings.weight", "norm": "{p}ln_f.weight", "output": "lm_head.weight",
-    "attn_norm": "{p}h.{i}.input_layernorm.weight", "ffn_norm": "{p}h.{i}.post_attention_layernorm.weight",
-    "attn_qkv": "{p}h.{i}.self_attention.query_key_value.weight", "attn_o": "{p}h.{i}.self_attention.dense.weight",
-    "ffn_up": "{p}h.{i}.mlp.dense_h_to_4h.weight", "ffn_down": "{p}h.{i}.mlp.dense_4h_to_h.weight",
+    "token_embd": "word_embeddings", "norm": "ln_f", "output": "lm_head", "attn_norm": "h.{i}.input_layernorm",
+    "attn_qkv": "h.{i}.self_attention.query_key_value", "attn_o": "h.{i}.self_attention.dense",
+    "ffn_norm": "h.{i}.post_attention_layernorm", "ffn_up": "h.{i}.mlp.dense_h_to_4h",
+    "ffn_down": "h.{i}.mlp.dense_4h_to_h",
 }  # fmt: skip
-_FALCON_40B = {"attn_norm": "{p}h.{i}.ln_attn.weight", "ffn_norm": "{p}h.{i}.ln_mlp.weight"}
-
 _GGUF = {
-    "token_embd": "token_embd.weight", "norm": "output_norm.weight", "output": "output.weight",
-    "attn_norm": "blk.{i}.attn_norm.weight", "attn_q": "blk.{i}.attn_q.weight", "attn_k": "blk.{i}.attn_k.weight",
-    "attn_v": "blk.{i}.attn_v.weight", "q_norm": "blk.{i}.attn_q_norm.weight", "k_norm": "blk.{i}.attn_k_norm.weight",
-    "attn_o": "blk.{i}.attn_output.weight", "attn_post_norm": "blk.{i}.post_attention_norm.weight",
-    "ffn_norm": "blk.{i}.ffn_norm.weight", "ffn_gate": "blk.{i}.ffn_gate.weight", "ffn_up": "blk.{i}.ffn_up.weight",
-    "ffn_down": "blk.{i}.ffn_down.weight", "ffn_post_norm": "blk.{i}.post_ffw_norm.weight",
-    "attn_qkv": "blk.{i}.attn_qkv.weight",
+    "token_embd": "token_embd", "norm": "output_norm", "output": "output", "attn_norm": "blk.{i}.attn_norm",
+    "attn_q": "blk.{i}.attn_q", "attn_k": "blk.{i}.attn_k", "attn_v": "blk.{i}.attn_v", "q_norm": "blk.{i}.attn_q_norm",
+    "k_norm": "blk.{i}.attn_k_norm", "attn_qkv": "blk.{i}.attn_qkv", "attn_o": "blk.{i}.attn_output",
+    "attn_post_norm": "blk.{i}.post_attention_norm", "ffn_norm": "blk.{i}.ffn_norm", "ffn_gate": "blk.{i}.ffn_gate",
+    "ffn_up": "blk.{i}.ffn_up", "ffn_down": "blk.{i}.ffn_down", "ffn_post_norm": "blk.{i}.post_ffw_norm",
 }  # fmt: skip
-_GGUF_FALCON_40B = {"attn_norm": "blk.{i}.attn_norm_2.weight", "ffn_norm": "blk.{i}.attn_norm.weight"}
+_FALCON_40B = {
+    "grouped": {"attn_norm": "h.{i}.ln_attn", "ffn_norm": "h.{i}.ln_mlp"},
+    "stacked": {"attn_norm": "blk.{i}.attn_norm_2", "ffn_norm": "blk.{i}.attn_norm"},
+}
 
 _BUFFERS = ("*rotary_emb.inv_freq", "*.masked_bias")
 FOLDER: Mapping[str, Names] = {
-    "llama": Names(_LLAMA, ("model.", ""), ignorable=_BUFFERS),
-    "mistral": Names(_LLAMA, ("model.", ""), ignorable=_BUFFERS),
-    "qwen2": Names(_LLAMA, ("model.", ""), ignorable=_BUFFERS),
-    "qwen3": Names(_LLAMA, ("model.", ""), ignorable=_BUFFERS),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Names(_LLAMA, ("model.", ""), ignorable=_BUFFERS)),
     "gemma3": Names(
         _GEMMA, ("model.", "", "language_model.model.", "model.language_model."),
         add_one=("norm", "attn_norm", "attn_post_norm", "ffn_norm", "ffn_post_norm", "q_norm", "k_norm"),
@@ -125,7 +113,7 @@ def resolve(spec: Spec, file: ModelFile) -> dict[tuple[str, str], Source]:
     BadFile for a missing or misshapen tensor, Unsupported for one we don't know.
     """
     scheme = (GGUF if file.kind == "gguf" else FOLDER)[spec.family]
-    prefix = next((p for p in scheme.prefixes if scheme.table["token_embd"].format(p=p) in file.tensors), "")
+    prefix = next((p for p in scheme.prefixes if f"{p}{scheme.table['token_embd']}.weight" in file.tensors), "")
     out: dict[tuple[str, str], Source] = {}
     for key in spec.keys:
         for name, shape in spec.shapes(key).items():
@@ -141,17 +129,16 @@ def resolve(spec: Spec, file: ModelFile) -> dict[tuple[str, str], Source]:
 
 def _source(scheme: Names, spec: Spec, key: str, name: str, prefix: str) -> Source:
     block = spec.block(key)
-    weight, dot, _ = name.partition(".bias")
+    weight, bias, _ = name.partition(".bias")
     table = scheme.table
     if block is not None and spec.family == "falcon" and block.norms == "parallel":
-        table = {**table, **(_FALCON_40B if scheme.fused == "grouped" else _GGUF_FALCON_40B)}
+        table = {**table, **_FALCON_40B[scheme.fused or ""]}
     spans = None
     if scheme.fused and block is not None and weight in ("attn_q", "attn_k", "attn_v"):
         spans = fused_spans(block, weight, scheme.fused)
         weight = "attn_qkv"
-    file_name = table[weight].format(p=prefix, i=key[6:])
-    if dot:
-        file_name = file_name.removesuffix("weight") + "bias"
+    start = "" if weight == "output" else prefix
+    file_name = start + table[weight].format(i=key[6:]) + (bias or ".weight")
     return Source(file_name, spans, name in scheme.add_one)
 
 
@@ -170,16 +157,10 @@ def _check_shape(file: ModelFile, source: Source, shape: tuple[int, int], vector
     info = file.tensors.get(source.tensor)
     if info is None:
         raise BadFile(f"The model lacks the tensor {show(source.tensor)}; download or convert it again.")
-    n, k = shape
-    count = source.count
-    if vector:
-        found: tuple[int, ...] = (info.shape[0],) if len(info.shape) == 1 else ()
-        wanted: tuple[int, ...] = (k,)
-    else:
-        found, wanted = (info.shape if len(info.shape) == 2 else ()), (n, k)
-    if count is not None and found and source.spans is not None:
-        ends = max(b for _, b in source.spans)
-        found = (count, *found[1:]) if found[0] >= ends and count == wanted[0] else ()
+    wanted: tuple[int, ...] = shape[1:] if vector else shape
+    found = info.shape
+    if source.spans is not None and len(found) == len(wanted) and found[0] >= max(b for _, b in source.spans):
+        found = (sum(b - a for a, b in source.spans), *found[1:])
     if found != wanted:
         rows = f" (of which rows {source.spans[0][0]} to {source.spans[-1][1]})" if source.spans else ""
         raise BadFile(

@@ -179,20 +179,17 @@ class Spec:
         if block is not None:
             return block_shapes(block, self.width)
         projected = self.embed_width != self.width
-        out: Shapes = {}
         if key == "embed":
-            out["token_embd"] = (self.vocab, self.embed_width)
-            if projected:
-                out["project_in"] = (self.width, self.embed_width)
-            if self.positions:
-                out["position_embd"] = (self.positions, self.width)
-            return out
-        if self.final_norm:
-            _norm(out, "norm", self.width, self.blocks[-1].norm == "layer")
-        if projected:
-            out["project_out"] = (self.embed_width, self.width)
-        out["output"] = (self.vocab, self.embed_width)
-        return out
+            return _shapes(
+                (True, "token_embd", self.vocab, self.embed_width, False),
+                (projected, "project_in", self.width, self.embed_width, False),
+                (self.positions > 0, "position_embd", self.positions, self.width, False),
+            )
+        return _shapes(
+            (self.final_norm, "norm", 1, self.width, self.blocks[-1].norm == "layer"),
+            (projected, "project_out", self.embed_width, self.width, False),
+            (True, "output", self.vocab, self.embed_width, False),
+        )
 
     @property
     def parameters(self) -> int:
@@ -235,37 +232,32 @@ def kv_head_bytes(head_dim: int, bits: int) -> int:
     return -(-head_dim // 32) * {8: 34, 4: 20}[bits]
 
 
-def _norm(out: Shapes, name: str, k: int, bias: bool) -> None:
-    out[name] = (1, k)
-    if bias:
-        out[f"{name}.bias"] = (1, k)
-
-
-def _matrix(out: Shapes, name: str, n: int, k: int, bias: bool) -> None:
-    out[name] = (n, k)
-    if bias:
-        out[f"{name}.bias"] = (1, n)
+def _shapes(*tensors: tuple[bool, str, int, int, bool]) -> Shapes:
+    """Of rows (whether it is there, name, n, k, whether it has a bias)."""
+    out: Shapes = {}
+    for there, name, n, k, bias in tensors:
+        if there:
+            out[name] = n, k
+            if bias:
+                out[f"{name}.bias"] = 1, k if is_vector(name) else n
+    return out
 
 
 def block_shapes(b: Block, width: int) -> Shapes:
     """The tensors of a block."""
-    out: Shapes = {}
-    layer = b.norm == "layer"
-    _norm(out, "attn_norm", width, layer)
-    _matrix(out, "attn_q", b.q_width, width, b.qkv_bias)
-    _matrix(out, "attn_k", b.kv_width, width, b.qkv_bias)
-    _matrix(out, "attn_v", b.kv_width, width, b.qkv_bias)
-    if b.qk_norm:
-        out["q_norm"] = out["k_norm"] = (1, b.head_dim)
-    _matrix(out, "attn_o", width, b.q_width, b.o_bias)
-    if b.norms == "sandwich":
-        _norm(out, "attn_post_norm", width, layer)
-    if b.norms != "parallel_shared":
-        _norm(out, "ffn_norm", width, layer)
-    if b.gated:
-        _matrix(out, "ffn_gate", b.ffn, width, b.ffn_bias)
-    _matrix(out, "ffn_up", b.ffn, width, b.ffn_bias)
-    _matrix(out, "ffn_down", width, b.ffn, b.ffn_bias)
-    if b.norms == "sandwich":
-        _norm(out, "ffn_post_norm", width, layer)
-    return out
+    layer, sandwich = b.norm == "layer", b.norms == "sandwich"
+    return _shapes(
+        (True, "attn_norm", 1, width, layer),
+        (True, "attn_q", b.q_width, width, b.qkv_bias),
+        (True, "attn_k", b.kv_width, width, b.qkv_bias),
+        (True, "attn_v", b.kv_width, width, b.qkv_bias),
+        (b.qk_norm, "q_norm", 1, b.head_dim, False),
+        (b.qk_norm, "k_norm", 1, b.head_dim, False),
+        (True, "attn_o", width, b.q_width, b.o_bias),
+        (sandwich, "attn_post_norm", 1, width, layer),
+        (b.norms != "parallel_shared", "ffn_norm", 1, width, layer),
+        (b.gated, "ffn_gate", b.ffn, width, b.ffn_bias),
+        (True, "ffn_up", b.ffn, width, b.ffn_bias),
+        (True, "ffn_down", width, b.ffn, b.ffn_bias),
+        (sandwich, "ffn_post_norm", 1, width, layer),
+    )
