@@ -15,12 +15,8 @@ MAX_SHARDS = 4096
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-OBJECTS = {
-    # key in the metadata: (file, most bytes)
-    "generation_config": ("generation_config.json", MAX_CONFIG),
-    "tokenizer_config": ("tokenizer_config.json", MAX_TOKENIZER),
-    "special_tokens_map": ("special_tokens_map.json", MAX_CONFIG),
-}
+OBJECTS = {"generation_config": MAX_CONFIG, "tokenizer_config": MAX_TOKENIZER, "special_tokens_map": MAX_CONFIG}
+"""Key in the metadata, and of the file with ``.json`` behind it -> most bytes."""
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
          "chat_template.json")  # fmt: skip
 
@@ -37,9 +33,9 @@ def read_folder(folder: Path) -> tuple[dict[str, object], list[TensorInfo], list
     file name -> path for ``FILES``, unread.
     """
     metadata = read_config(folder / "config.json")
-    for key, (name, most) in OBJECTS.items():
-        if (folder / name).exists():
-            metadata[key] = _object(folder / name, most, name)
+    for key, most in OBJECTS.items():
+        if (path := folder / f"{key}.json").exists():
+            metadata[key] = _object(path, most, path.name)
     metadata["files"] = {name: folder / name for name in FILES if (folder / name).is_file()}
     paths, claimed = _weight_files(folder)
     tensors: list[TensorInfo] = []

@@ -29,7 +29,7 @@ Rows: TypeAlias = slice | NDArray[np.integer] | None
 SAMPLES = 64
 """Places in each file that ``digest`` looks at."""
 
-_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ def require_known(model: ModelFile, names: Iterable[str] | None = None) -> None:
 def _open_folder(folder: Path) -> ModelFile:
     if not (folder / "config.json").exists():
         ggufs = [n for n in listing(folder) if n.endswith(".gguf")]
-        first = [n for n in ggufs if not (m := _SPLIT.fullmatch(n)) or m[2] == "00001"]
+        first = [n for n in ggufs if not (m := SPLIT.fullmatch(n)) or m[2] == "00001"]
         if len(first) == 1:
             return _open_gguf(folder / first[0])
         if ggufs:
@@ -198,7 +198,7 @@ def _open_gguf(path: Path) -> ModelFile:
 
 def _parts(given: GgufFile, count: int) -> list[GgufFile]:
     """All parts of a split model, in order, found by the name of one: stem-00001-of-00003.gguf."""
-    name = _SPLIT.fullmatch(given.path.name)
+    name = SPLIT.fullmatch(given.path.name)
     if name is None or int(name[3]) != count:
         raise BadFile(
             f"{given.path}: is one of {count} parts but isn't named like one "

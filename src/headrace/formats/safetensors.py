@@ -18,13 +18,11 @@ from headrace.formats.tensor import TensorInfo, check_extents, show
 MAX_HEADER = 32 << 20
 MARK_COST = 192
 """Bytes of our memory for each [, { or comma of a header, measured, rounded up."""
-DTYPES: dict[str, tuple[str, int]] = {
-    # dtype: (our name, bits a value); of these only F32, F16 and BF16 are computed with
-    "F64": ("F64", 64), "F32": ("F32", 32), "F16": ("F16", 16), "BF16": ("BF16", 16), "I64": ("I64", 64),
-    "I32": ("I32", 32), "I16": ("I16", 16), "I8": ("I8", 8), "U64": ("U64", 64), "U32": ("U32", 32),
-    "U16": ("U16", 16), "U8": ("U8", 8), "BOOL": ("BOOL", 8), "F8_E4M3": ("F8_E4M3", 8),
-    "F8_E5M2": ("F8_E5M2", 8), "F8_E8M0": ("F8_E8M0", 8), "F4": ("F4", 4), "C64": ("C64", 64),
+DTYPES = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
+    "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
 }  # fmt: skip
+"""Bits a value; of these only F32, F16 and BF16 are computed with."""
 
 
 def read_json(path: Path, most: int, what: str) -> object:
@@ -117,9 +115,10 @@ def _entry(path: Path, name: str, entry: object, start: int, size: int) -> Tenso
     if not _counts(ends, 1 << 62) or len(ends) != 2 or not ends[0] <= ends[1] <= size - start:
         raise bad(f"lies at {show(str(ends)[:200])}, outside the data")
     nbytes = ends[1] - ends[0]
-    fmt, bits = DTYPES.get(dtype, (f"type {show(dtype)}", 0))
+    bits = DTYPES.get(dtype, 0)
     if bits and math.prod(shape) * bits != nbytes * 8:
         raise bad(f"has {nbytes} bytes where {dtype} {shape} needs {math.prod(shape) * bits // 8}")
+    fmt = dtype if bits else f"type {show(dtype)}"
     return TensorInfo(name, fmt, tuple(shape), path, start + ends[0], nbytes)
 
 

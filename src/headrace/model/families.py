@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.errors import Unsupported
 from headrace.kernels.ops import Activation
-from headrace.model.keys import Keys, off, short
+from headrace.model.keys import MISSING, Keys, off, short
 from headrace.model.ropes import config_ropes, gguf_ropes
 from headrace.model.spec import MAX_BLOCKS, MAX_CONTEXT, MAX_VOCAB, MAX_WIDTH, Block, Norms, RopeSpec, Spec, require
 
@@ -138,7 +138,7 @@ def _config_spec(family: Family, keys: Keys) -> Spec:
     head_dim = keys.integer("head_dim", 0 if keys.has("head_dim") else _divided(width, heads), low=2, high=4096)
     if family.name in ("falcon", "opt"):
         require(head_dim * heads == width, f"{heads} heads of {head_dim} don't make a width of {width}")
-    ffn = keys.integer(name["ffn"], 4 * width if family.name == "falcon" else _needed(keys, name["ffn"]), 1, MAX_WIDTH)
+    ffn = keys.integer(name["ffn"], 4 * width if family.name == "falcon" else MISSING, low=1, high=MAX_WIDTH)
     context = keys.integer(name["context"], low=1, high=MAX_CONTEXT)
     windows = _windows(family, keys, count)
     main, local = (None, None) if family.name == "opt" else config_ropes(keys, family.rope_base, head_dim, context)
@@ -163,11 +163,6 @@ def _config_spec(family: Family, keys: Keys) -> Spec:
     tied = keys.flag("tie_word_embeddings", family.tied)
     return Spec(**{"family": family.name, "width": width, "vocab": vocab, "context": context, "blocks": blocks,
                    "tied": tied, "embed_width": width, **extra})  # fmt: skip
-
-
-def _needed(keys: Keys, key: str) -> int:
-    keys.raw(key)
-    return 0
 
 
 def _positive(keys: Keys, key: str, default: float) -> float:

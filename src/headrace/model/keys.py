@@ -15,7 +15,8 @@ import numpy as np
 
 from headrace.errors import BadFile, Unsupported
 
-_MISSING: Any = object()
+MISSING: Any = object()
+"""As a default: the key must be there."""
 
 # Bookkeeping, training and generation settings of config.json; none changes a logit.
 HARMLESS = (
@@ -49,16 +50,16 @@ class Keys:
         """Is the key there and null?"""
         return key in self._data and self._data[key] is None
 
-    def raw(self, key: str, default: Any = _MISSING) -> Any:
+    def raw(self, key: str, default: Any = MISSING) -> Any:
         self._read.add(key)
         value = self._data.get(key)
         if value is not None:
             return value
-        if default is _MISSING:
+        if default is MISSING:
             raise BadFile(f"{self._where} lacks {key!r}; the model needs it.")
         return default
 
-    def integer(self, key: str, default: int = _MISSING, low: int = 0, high: int = 1 << 40) -> int:
+    def integer(self, key: str, default: int = MISSING, low: int = 0, high: int = 1 << 40) -> int:
         value = self.raw(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -66,26 +67,26 @@ class Keys:
             raise self.bad(key, value, f"a whole number from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float = _MISSING) -> float:
+    def number(self, key: str, default: float = MISSING) -> float:
         value = self.raw(key, default)
         # An int may be too large for a float: compare first.
         if isinstance(value, bool) or not isinstance(value, int | float) or not -1e30 < value < 1e30:
             raise self.bad(key, value, "a finite number")
         return float(value)
 
-    def flag(self, key: str, default: bool = _MISSING) -> bool:
+    def flag(self, key: str, default: bool = MISSING) -> bool:
         value = self.raw(key, default)
         if not isinstance(value, bool):
             raise self.bad(key, value, "true or false")
         return value
 
-    def text(self, key: str, default: str = _MISSING) -> str:
+    def text(self, key: str, default: str = MISSING) -> str:
         value = self.raw(key, default)
         if not isinstance(value, str):
             raise self.bad(key, value, "text")
         return value
 
-    def each(self, key: str, count: int, default: int = _MISSING, low: int = 1, high: int = 1 << 30) -> list[int]:
+    def each(self, key: str, count: int, default: int = MISSING, low: int = 1, high: int = 1 << 30) -> list[int]:
         """A whole number for all ``count`` blocks, or a list with one for each."""
         value = self.raw(key, default)
         if isinstance(value, np.ndarray):

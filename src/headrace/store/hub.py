@@ -18,17 +18,14 @@ from urllib.parse import quote
 from headrace import __version__
 from headrace.config import Config
 from headrace.errors import BadFile, BadRequest, Unavailable
+from headrace.formats.folder import FILES, INDEX, OBJECTS
+from headrace.formats.index import SPLIT
 from headrace.store.cache import locked, require_room, writing
 from headrace.store.transfer import NETWORK, Progress, Remote, fetch, matches, refused, request
 
 MAX_LISTING = 64 << 20
-SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
-FOLDER_FILES = re.compile(
-    r"config\.json|generation_config\.json|tokenizer\.json|tokenizer\.model|tokenizer_config\.json|vocab\.json"
-    r"|merges\.txt|added_tokens\.json|special_tokens_map\.json|chat_template\.(?:jinja|json)"
-    r"|[\w.-]*\.safetensors|model\.safetensors\.index\.json"
-)
-"""Files at the top of a repository that make a model folder; pickled weights are never wanted."""
+FOLDER_FILES = {"config.json", INDEX, *FILES, *(f"{key}.json" for key in OBJECTS)}
+"""Files at the top of a repository that, with safetensors, make a model folder; pickled weights are never wanted."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +64,9 @@ def cached(name: Name, config: Config) -> Path | None:
         return None
     whole = not any(f"{file}.part" in files for file in chosen)
     split = SPLIT.fullmatch(chosen[0])
-    if split and len(chosen) != int(split[2]):
+    if split and len(chosen) != int(split[3]):
         whole = False
-    index = files.get("model.safetensors.index.json")
+    index = files.get(INDEX)
     if chosen[0] == "config.json" and index is not None:
         whole = whole and all(file in files for file in set(json.loads(index.read_text())["weight_map"].values()))
     return _result(here, chosen) if whole else None
@@ -81,8 +78,9 @@ def pull(name: Name, config: Config, progress: Progress, note: Any = lambda line
     chosen = choose(name, {file: remote.nbytes for file, remote in remotes.items()})
     here = folder(name, config)
     with locked(here), writing(here):
-        wanted = [remotes[file] for file in chosen if not _have(remotes[file], here / file)]
-        begun = sum(_size(here / f"{remote.name}.part") for remote in wanted)
+        wanted = [remotes[f] for f in chosen if not ((here / f).is_file() and matches(remotes[f], here / f))]
+        parts = [here / f"{remote.name}.part" for remote in wanted]
+        begun = sum(part.stat().st_size for part in parts if part.exists())
         total = sum(remote.nbytes for remote in wanted)
         if wanted:
             require_room(here, total - begun)
@@ -149,7 +147,7 @@ def choose(name: Name, sizes: Mapping[str, int]) -> list[str]:
             what = "no GGUF file" if not found else "several GGUF files"
             raise BadRequest(f"{name} has {what} matching {name.file!r}; it has {_list(models, sizes)}.")
         return _parts(found[0], ggufs)
-    top = sorted(file for file in sizes if FOLDER_FILES.fullmatch(file))
+    top = sorted(f for f in sizes if f in FOLDER_FILES or ("/" not in f and f.endswith(".safetensors")))
     if "config.json" in top and any(file.endswith(".safetensors") for file in top):
         return ["config.json", *(file for file in top if file != "config.json")]
     if len(models) == 1:
@@ -164,7 +162,7 @@ def _parts(first: str, ggufs: list[str]) -> list[str]:
     split = SPLIT.fullmatch(first)
     if split is None:
         return [first]
-    return [file for file in ggufs if (m := SPLIT.fullmatch(file)) and m.groups() == split.groups()]
+    return [file for file in ggufs if (m := SPLIT.fullmatch(file)) and m.group(1, 3) == split.group(1, 3)]
 
 
 def _list(models: Mapping[str, str], sizes: Mapping[str, int]) -> str:
@@ -173,14 +171,6 @@ def _list(models: Mapping[str, str], sizes: Mapping[str, int]) -> str:
 
 def _result(here: Path, chosen: list[str]) -> Path:
     return here if chosen[0] == "config.json" else here / chosen[0]
-
-
-def _have(remote: Remote, path: Path) -> bool:
-    return path.is_file() and matches(remote, path)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _headers(config: Config) -> dict[str, str]:

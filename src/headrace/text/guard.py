@@ -79,35 +79,8 @@ class UserText(str):
     def __str__(self) -> str:
         return self  # str(x), which filters call, would drop the class
 
-    def __len__(self) -> int:
-        return len(self.plain)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.plain == _plain(other))
-
-    def __ne__(self, other: object) -> bool:
-        return bool(self.plain != _plain(other))
-
-    def __hash__(self) -> int:
-        return hash(self.plain)
-
-    def __lt__(self, other: str) -> bool:
-        return self.plain < str(_plain(other))
-
-    def __gt__(self, other: str) -> bool:
-        return self.plain > str(_plain(other))
-
-    def __contains__(self, part: object) -> bool:
-        return _plain(part) in self.plain
-
-    def __getitem__(self, at: Any) -> str:
-        return self.guard.mark(self.plain[at])
-
     def __iter__(self) -> Iterator[str]:
         return map(self.guard.mark, self.plain)
-
-    def __mul__(self, count: Any) -> str:
-        return self.guard.mark(self.plain * count)
 
 
 def _plain(value: object) -> Any:
@@ -133,7 +106,8 @@ def _through(name: str) -> Any:
     return call
 
 
-for _name in """capitalize casefold count endswith expandtabs find index isalnum isalpha isascii isdecimal isdigit
+for _name in """__contains__ __eq__ __ge__ __getitem__ __gt__ __hash__ __le__ __len__ __lt__ __mul__ __ne__ __rmul__
+    capitalize casefold count endswith expandtabs find index isalnum isalpha isascii isdecimal isdigit
     islower isnumeric isspace istitle isupper lower lstrip partition removeprefix removesuffix replace rfind rindex
     rpartition rsplit rstrip split splitlines startswith strip swapcase title upper""".split():  # noqa: SIM905
     setattr(UserText, _name, _through(_name))
