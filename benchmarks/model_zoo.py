@@ -49,6 +49,15 @@ def q4_k_rows(n: int, k: int, seed: int) -> Iterator[np.ndarray]:
         yield raw.reshape(-1)
 
 
+def random_draft() -> Path:
+    """A random Llama of 512 wide, two blocks and SmolLM2's vocabulary: a drafter that is never right."""
+    path = resolve().cache / "benchmarks" / "random-draft.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        wide_q4_k(path, blocks=2, width=512, ffn=1024, kv=128)
+    return path
+
+
 def wide_q4_k(path: Path, blocks: int = 2, width: int = 4096, ffn: int = 14336, kv: int = 1024) -> None:
     """A random Llama in Q4_K with SmolLM2's vocabulary."""
     with open_model(smollm2()) as small:

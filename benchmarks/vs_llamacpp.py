@@ -77,9 +77,9 @@ def serve_llamacpp(path: str, threads: int) -> None:
 class Worker:
     """One engine in its own process, asked in lines of JSON."""
 
-    def __init__(self, side: str, path: Path, threads: int) -> None:
+    def __init__(self, side: str, path: Path, threads: int, program: Path = Path(__file__)) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", side, str(path), str(threads)],
+            [sys.executable, str(program), "--serve", side, str(path), str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

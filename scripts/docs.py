@@ -17,9 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from headrace.cli import main as cli  # noqa: E402
+from headrace.cli import speculative  # noqa: E402
 from headrace.config import VARIABLES  # noqa: E402
 
 CLI = ROOT / "docs" / "cli.md"
+PIPEINFER = ROOT / "docs" / "pipeinfer.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 Table = tuple[list[str], list[list[Any]]]
@@ -76,6 +78,14 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def pipeinfer() -> str:
+    """The text of docs/pipeinfer.md."""
+    lines = ["# PipeInfer's command line", "", "Made by `scripts/docs.py --write`; don't edit.", ""]
+    lines += [(speculative.__doc__ or "").split("\n\n", 1)[1].rstrip(), ""]
+    lines += ["| option there | here |", "|---|---|"]
+    return "\n".join(lines + [f"| `{flag}` | {_cell(what)} |" for flag, what in speculative.rows()]) + "\n"
+
+
 def figures(text: str) -> str:
     """README with every table between ``<!-- figures: NAME -->`` and ``<!-- end -->`` made from NAME.json.
 
@@ -114,6 +124,7 @@ TABLES: dict[str, Callable[[Any], Table]] = {"vs_llamacpp": _vs_llamacpp}
 def documents() -> Iterator[tuple[Path, str]]:
     """(file, what it should hold) of every generated document."""
     yield CLI, command_line()
+    yield PIPEINFER, pipeinfer()
     yield README, figures(README.read_text(encoding="utf-8"))
 
 

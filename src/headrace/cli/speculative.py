@@ -1,4 +1,18 @@
-"""``headrace speculative``: ``run`` under the name and with the options of PipeInfer's program."""
+"""``headrace speculative``: ``run`` under the name and with the options of PipeInfer's program.
+
+`headrace speculative` takes the command lines of PipeInfer's program `speculative`. Its README's example for four
+nodes, three of them with the big model and one with the small:
+
+```
+mpirun -hostfile hosts --bind-to none headrace speculative -md tiny.gguf -m big.gguf -e -f prompt.txt -n 128 \\
+  --mpi-layer-split 0.1,0.4,0.5/1.0 --ignore-eos --temp -1.0 --repeat-last-n 0 --draft 4 -tb 12,32,40,32 \\
+  -t 6,32,20,32 -c 1024 -pa 0.001 -ps 0.8 --numa -pr 0.4 -pd 0.01 -np 3
+```
+
+What differs a little: `--numa` spreads what is loaded over the memory of all nodes (which thread computes which rows
+isn't fixed, so no node is the right one for a weight); `--no-mmap` is always so; what a layer split leaves over goes to
+rank 0, as its README says; a text may not outgrow its context; the text is the target's own at any temperature.
+"""
 
 from __future__ import annotations
 

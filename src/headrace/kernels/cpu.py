@@ -80,6 +80,12 @@ class CpuDevice:
         """The threads that compute such a run."""
         return self._native if rows.count == 1 else self._wide
 
+    def rope_table(self, inv_freq: list[float], magnitude: float) -> int:
+        """The number of such a table, the same in both pools."""
+        if self._wide is not self._native:
+            self._wide.rope_table(inv_freq, magnitude)
+        return self._native.rope_table(inv_freq, magnitude)
+
     def native_rows(self, rows: Rows) -> _native.Rows:
         """The rows as C++ reads them, checked; made once for all layers of a run."""
         if self._rows is None or self._rows[0] is not rows:
@@ -164,7 +170,7 @@ class _Compiler:
             case Rope():
                 o = self._made(_Kind.Rope, op.buf, flag=op.style == "interleaved")
                 o.heads, o.head_dim, o.n = op.heads, op.head_dim, len(op.inv_freq)
-                o.table = self.device._native.rope_table(list(op.inv_freq), op.magnitude)
+                o.table = self.device.rope_table(list(op.inv_freq), op.magnitude)
             case StoreKV():
                 o = self._made(_Kind.StoreKV, None, op.k)
                 o.src2 = self.register(op.v)
