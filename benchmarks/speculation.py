@@ -3,7 +3,8 @@
     python benchmarks/speculation.py [--model smollm2-q4_1] [--prompts 5] [--tokens 256] [--rounds 5] [--out FILE]
 
 ``lookup``: the summary and retrieval prompts of spec_bench_dev.jsonl with the n-gram drafter, against none, taking
-turns; llama.cpp's own (``ngram-simple``) and its plain decoding in the same rounds. ``useless``: a random draft model on the same cores, against none, one text from the first token on, in an engine that has learned nothing yet.
+turns; llama.cpp's own (``ngram-simple``) and its plain decoding in the same rounds. ``useless``: a random draft model
+on the same cores, against none, one text from the first token on, in an engine that has learned nothing yet.
 Decode time is from the first token to the last, by the wall clock; "cpu" is the process's CPU time of the same span,
 for machines that aren't quiet. Ratios are of medians over the rounds; every sample is in the JSON.
 """

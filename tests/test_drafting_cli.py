@@ -1,4 +1,4 @@
-"""PipeInfer's command line: its README's command runs, each of its options does what it says or is refused with a reason."""
+"""PipeInfer's command line: its README's command runs; each option does what it says, or is refused with a reason."""
 
 from __future__ import annotations
 
