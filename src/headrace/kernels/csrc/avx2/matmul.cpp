@@ -44,7 +44,8 @@ void single_row(const Job& job, const Planes& planes, int64_t j) {
   Tile<F> tile[2] = {{job.w, planes, j / kTile}, {job.w, planes, j / kTile + T - 1}};
   __m256 acc[T];
   for (__m256& v : acc) v = _mm256_setzero_ps();
-  for (int64_t g = 0; g < job.w.k / kGroup; ++g) add_single<F, T>(tile, g, GroupRows<true>(job.q, g), acc);
+  const int64_t groups = job.w.k / kGroup;
+  for (int64_t g = 0; g < groups; ++g) add_single<F, T>(tile, g, groups, GroupRows<true>(job.q, g), acc);
   for (int t = 0; t < T; ++t) store_row(job, 0, j + t * kTile, acc[t]);
 }
 
@@ -58,8 +59,9 @@ void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int6
   for (int64_t r = 0; r < 4 * quads; ++r) acc[r] = _mm256_setzero_ps();
   for (__m256& v : rest) v = _mm256_setzero_ps();
   const int64_t r1 = r0 + 4 * quads;
-  for (int64_t g = 0; g < job.w.k / kGroup; ++g) {
-    if (quads <= 2) tile.prefetch(g);
+  const int64_t groups = job.w.k / kGroup;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (quads <= 2) tile.prefetch(g, groups, 1);
     spread<F>(tile, g, w);
     tile.scales(g, scales);
     const GroupRows<false> rows(job.q, g);

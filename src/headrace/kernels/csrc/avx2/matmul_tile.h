@@ -31,15 +31,20 @@ class Tile {
  public:
   Tile(const Matrix& w, const Planes& p, int64_t tile)
       : meta_(w.data + tile * p.meta_tile), low_(w.data + p.low_start + tile * p.low_tile),
-        high_(w.data + p.high_start + tile * p.high_tile) {}
+        high_(w.data + p.high_start + tile * p.high_tile), low_tile_(p.low_tile), high_tile_(p.high_tile) {}
 
   const uint8_t* low(int64_t g) const { return low_ + g * (kLayout.low / kPer); }
   const uint8_t* high(int64_t g) const { return high_ + g * (kLayout.high / kPer); }
 
-  // Asks for what comes some groups later (in this or the next tile); distances found by trial (docs/log.md).
-  HR_ALWAYS void prefetch(int64_t g) const {
-    for (int i = 0; i < kLayout.low / kPer; i += 64) fetch(low(g) + 2048 + i);
-    if (kLayout.high) fetch(high(g) + 1024);
+  // Asks for what comes some groups later, in this tile or in the one that follows it (`step` tiles on); distances found by
+  // trial (docs/log.md).
+  HR_ALWAYS void prefetch(int64_t g, int64_t groups, int step) const {
+    constexpr int kLow = kLayout.low / kPer, kHigh = kLayout.high / kPer, kAhead = 3072 / kLow;
+    const int64_t n = g + kAhead;
+    const bool here = n < groups;
+    const uint8_t* low = here ? low_ + n * kLow : low_ + step * low_tile_ + (n - groups) * kLow;
+    for (int i = 0; i < kLow; i += 64) fetch(low + i);
+    if (kHigh) fetch(here ? high_ + n * kHigh : high_ + step * high_tile_ + (n - groups) * kHigh);
     if (kPer == 1) fetch(meta_ + g * kLayout.meta + 2048);
     if (kPer > 1 && g % kPer == 0)
       for (int i = 0; i < kLayout.meta; i += 64) fetch(meta_ + g / kPer * kLayout.meta + 2048 + i);
@@ -95,6 +100,7 @@ class Tile {
   }
 
   const uint8_t *meta_, *low_, *high_;
+  int64_t low_tile_, high_tile_;
   __m256 d_ = _mm256_setzero_ps(), m_ = _mm256_setzero_ps();
   alignas(32) uint8_t six_[128];
 };
@@ -236,11 +242,11 @@ HR_ALWAYS void add_quarter(const Tile<F>* tile, int64_t g, const int8_t* q, Sum<
 }
 
 template <Format F, int T>
-HR_ALWAYS void add_single(Tile<F>* tile, int64_t g, const GroupRows<true>& a, __m256* acc) {
+HR_ALWAYS void add_single(Tile<F>* tile, int64_t g, int64_t groups, const GroupRows<true>& a, __m256* acc) {
   Sum<F> sum[T];
   for (int t = 0; t < T; ++t) sum[t].start(a, 0);
   const int8_t* q = a.codes(0);
-  for (int t = 0; t < T; ++t) tile[t].prefetch(g);
+  for (int t = 0; t < T; ++t) tile[t].prefetch(g, groups, T);
   add_quarter<F, T, 0>(tile, g, q, sum), add_quarter<F, T, 1>(tile, g, q, sum);
   add_quarter<F, T, 2>(tile, g, q, sum), add_quarter<F, T, 3>(tile, g, q, sum);
   for (int t = 0; t < T; ++t) {
