@@ -2,9 +2,9 @@
 
     python benchmarks/perplexity.py [--model smollm2-q4_1] [--bytes 20000] [--kv 16/16 8/8 8/4 4/4] [--text FILE]
 
-llama.cpp is asked for one token after each beginning, with a bias that leaves it no choice, and tells the log-probability
-from before the bias, and its cache has the beginning. The f32 side is transformers (PyTorch) with the file's weights
-dequantised and everything in f32; it knows the two models that packages bring.
+llama.cpp is asked for one token after each beginning, with a bias that leaves it no choice; it tells the
+log-probability from before the bias, and its cache has the beginning. The f32 side is transformers (PyTorch) with the
+file's weights dequantised and everything in f32; it knows the two models that packages bring.
 """
 
 from __future__ import annotations
