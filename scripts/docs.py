@@ -21,6 +21,7 @@ from headrace.cli import speculative  # noqa: E402
 from headrace.config import VARIABLES  # noqa: E402
 
 CLI = ROOT / "docs" / "cli.md"
+FLEXGEN = ROOT / "docs" / "flexgen.md"
 PIPEINFER = ROOT / "docs" / "pipeinfer.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,6 +75,16 @@ def _argument(action: argparse.Action) -> str | None:
     return f"| {shown} | {_cell(text)} |"
 
 
+def flexgen_flags(text: str) -> str:
+    """docs/flexgen.md with its table of flags."""
+    from headrace.cli.flexgen import flags
+
+    table = ["| flag | here | what it does, or why not |", "|---|---|---|"]
+    table += [f"| `{name}` | {here} | {_cell(what)} |" for name, here, what in flags()]
+    body = "\n".join(table)
+    return re.sub(r"(<!-- flags -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.DOTALL)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -124,6 +135,7 @@ TABLES: dict[str, Callable[[Any], Table]] = {"vs_llamacpp": _vs_llamacpp}
 def documents() -> Iterator[tuple[Path, str]]:
     """(file, what it should hold) of every generated document."""
     yield CLI, command_line()
+    yield FLEXGEN, flexgen_flags(FLEXGEN.read_text(encoding="utf-8"))
     yield PIPEINFER, pipeinfer()
     yield README, figures(README.read_text(encoding="utf-8"))
 

@@ -11,14 +11,15 @@ from headrace.errors import BadRequest
 DEVICES = ("cpu", "torch:cpu", "cuda")
 
 
-def add_device(group: argparse._ActionsContainer) -> None:
-    """Where layers are computed."""
+def add_device(group: argparse._ActionsContainer, default: str | None = "cpu") -> None:
+    """Where layers are computed. default None: what there is."""
     add = group.add_argument
     device = (
-        "cpu (default) is the C++ code. cuda and torch:cpu are PyTorch's ('pip install headrace[torch]'), a model of "
-        "their own with the host and the disk behind them; torch:cpu stands in for a GPU and is slow"
+        "cpu is the C++ code. cuda and torch:cpu are PyTorch's ('pip install headrace[torch]'), a model of "
+        "their own with the host and the disk behind them; torch:cpu stands in for a GPU and is slow (default: "
+        f"{default or 'cuda where there is a GPU, else torch:cpu where PyTorch is, else cpu'})"
     )
-    add("--device", choices=DEVICES, default="cpu", help=device)
+    add("--device", choices=DEVICES, default=default, help=device)
     ram = "the most of cuda's (or torch:cpu's) own memory to use; layers that don't fit cross from the host"
     add("--device-ram", type=size, metavar="SIZE", help=ram)
     link = "slow the link between host and device to RATE bytes a second each way, like 12G: to try torch:cpu as a GPU"
@@ -27,6 +28,11 @@ def add_device(group: argparse._ActionsContainer) -> None:
         "what computes layers placed at the host: torch:cpu (default: the device's formulas) or cpu (fast; other text)"
     )
     add("--host-device", choices=("torch:cpu", "cpu"), help=host)
+
+
+def add_more(group: argparse._ActionsContainer) -> None:
+    """Of the device's weights, and what is approximated."""
+    add = group.add_argument
     pin = "with cuda: pin the host memory of weights, so that they cross without a copy on the way"
     add("--pin-weight", action="store_true", help=pin)
     sparsity = (
@@ -37,7 +43,7 @@ def add_device(group: argparse._ActionsContainer) -> None:
 
 
 def device_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``add_device``'s options say, as fields of ``Options``. BadRequest for those that need another device."""
+    """What these options say, as fields of ``Options``. BadRequest for those that need another device."""
     from headrace.memory.link import Pace
 
     given = {"--device-ram": args.device_ram, "--link": args.link_rate, "--host-device": args.host_device}

@@ -17,6 +17,7 @@ from headrace.errors import HeadraceError
 COMMANDS = {
     "run": "continue or answer one prompt",
     "speculative": "run, for command lines of PipeInfer's program",
+    "flexgen": "run, for command lines of FlexGen's benchmark",
     "chat": "talk with a model, turn by turn",
     "batch": "compute every row of an OpenAI batch file, resumable",
     "bench": "measure prefill and decode at several lengths and row counts",

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from headrace.cli.device import add_device
+from headrace.cli.device import add_device, add_more
 from headrace.cli.drafting import add_drafting
 from headrace.cli.parser import kv_bits, real, size, thread_counts, whole
 from headrace.run.types import Sampling
@@ -74,6 +74,7 @@ def add_machine(group: argparse._ActionsContainer) -> None:
     group.add_argument("--layer-split", "--mpi-layer-split", metavar="LIST", help=split)
     group.add_argument("--ram", type=size, metavar="SIZE", help=RAM_HELP)
     add_device(group)
+    add_more(group)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -107,6 +107,11 @@ class Tiered(Ahead):
             with self._hosted.hold(layer) as held:
                 return self._send(layer, memory, after, held)
         assert self.disk is not None
+        if not self.ahead:  # the host, too, has one buffer
+            with self.disk.hold(layer) as held:
+                sent = self._send(layer, memory, after, held)
+                sent.exception()
+                return sent
         context = self.disk.hold(layer)
         sent = self._send(layer, memory, after, context.__enter__())
         self._let_go()

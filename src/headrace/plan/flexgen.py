@@ -154,6 +154,11 @@ def placed(
     return Realised(tuple(out), acts, asked, (real[0], real[1], real[2], real[3], float(hg), float(hc)))
 
 
+def comes_out(asked: Sequence[int], real: Sequence[float]) -> str:
+    """A sentence for people."""
+    return f"--percent {' '.join(map(str, asked))} comes out as {' '.join(f'{x:.1f}' for x in real)}."
+
+
 def _apportion(share: tuple[int, int, int], count: int) -> list[int]:
     """Whole numbers in these proportions: largest remainders, ties to the nearer tier."""
     exact = [s * count / 100 for s in share]
