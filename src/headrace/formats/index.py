@@ -121,6 +121,23 @@ class ModelFile:
         self.close()
 
 
+@dataclass(frozen=True, eq=False)
+class Derived(ModelFile):
+    """``source`` read in another way, that ``how`` tells: a model of its own. Closing it closes the source."""
+
+    source: ModelFile = field(kw_only=True)
+    how: str = field(kw_only=True)
+
+    def read_into(self, info: TensorInfo, out: NDArray[np.uint8], rows: Rows = None) -> None:
+        self.source.read_into(info, out, rows)
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.source.digest()} {self.how}".encode()).hexdigest()
+
+    def close(self) -> None:
+        self.source.close()
+
+
 def open_model(path: str | Path) -> ModelFile:
     """Open a .gguf file (any shard of a split one), a Hugging Face folder, or a bare config.json (no tensors).
 

@@ -5,16 +5,15 @@ It is a model of its own: its name and its digest say so, and files derived from
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import BadRequest
-from headrace.formats.index import ModelFile, Rows, named
+from headrace.formats.index import Derived, ModelFile, Rows, named
 from headrace.formats.quant import dequantise, quantise
 from headrace.formats.tensor import BLOCKS, TensorInfo, show, tensor_nbytes
 
@@ -51,18 +50,14 @@ def requantise(file: ModelFile, kind: str) -> ModelFile:
         fits = matrix and t.k % BLOCKS[into][0] == 0
         tensors[name] = replace(t, fmt=into, nbytes=tensor_nbytes(into, t.shape)) if fits else t
     metadata = {**file.metadata, "general.name": f"{named(file)}-{kind}"}
-    return Requantised(file.kind, metadata, tensors, file.paths, file.types, source=file, fmt=fmt)
+    how = f"requantised {fmt}, tables {TABLE}"
+    return Requantised(file.kind, metadata, tensors, file.paths, file.types, source=file, how=how)
 
 
-@dataclass(frozen=True, eq=False)
-class Requantised(ModelFile):
-    """``source`` in other formats (``fmt``: of the layers' matrices); ``TensorInfo.offset`` still is its files'."""
-
-    source: ModelFile | None = None
-    fmt: str = ""
+class Requantised(Derived):
+    """The source in other formats; ``TensorInfo.offset`` still is its files'."""
 
     def read_into(self, info: TensorInfo, out: NDArray[np.uint8], rows: Rows = None) -> None:
-        assert self.source is not None
         original = self.source.tensors[info.name]
         if original.fmt == info.fmt:
             self.source.read_into(original, out, rows)
@@ -74,11 +69,3 @@ class Requantised(ModelFile):
             some = wanted[at : at + step]
             values = dequantise(original.fmt, self.source.read(original, some), len(some), original.k)
             into[at : at + step] = quantise(info.fmt, values)
-
-    def digest(self) -> str:
-        assert self.source is not None
-        return hashlib.sha256(f"{self.source.digest()} requantised {self.fmt}, tables {TABLE}".encode()).hexdigest()
-
-    def close(self) -> None:
-        if self.source is not None:
-            self.source.close()

@@ -5,15 +5,10 @@ It is a model of its own: its name and its digest say so. Its bytes are the orig
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, field
 
 from headrace.errors import BadRequest
-from headrace.formats.index import ModelFile, Rows, named
-from headrace.formats.tensor import TensorInfo
+from headrace.formats.index import Derived, ModelFile, named
 
 
 def sparsely(file: ModelFile, keep: float, most: int) -> ModelFile:
@@ -26,29 +21,16 @@ def sparsely(file: ModelFile, keep: float, most: int) -> ModelFile:
     if keep == 1:
         return file
     metadata = {**file.metadata, "general.name": f"{named(file)}-sparse{keep:g}"}
-    return Sparse(file.kind, metadata, file.tensors, file.paths, file.types, source=file, keep=keep, most=most)
+    how = f"sparse attention {keep!r}"
+    return Sparse(file.kind, metadata, file.tensors, file.paths, file.types, source=file, how=how, keep=keep, most=most)
 
 
 @dataclass(frozen=True, eq=False)
-class Sparse(ModelFile):
-    """``source`` under another name; ``model.layers`` asks for the two numbers."""
+class Sparse(Derived):
+    """The source under another name; ``model.layers`` asks for the two numbers."""
 
-    source: ModelFile | None = None
-    keep: float = 1.0
-    most: int = 0
-
-    def read_into(self, info: TensorInfo, out: NDArray[np.uint8], rows: Rows = None) -> None:
-        assert self.source is not None
-        self.source.read_into(info, out, rows)
-
-    def digest(self) -> str:
-        assert self.source is not None
-        return hashlib.sha256(f"{self.source.digest()} sparse attention {self.keep!r}".encode()).hexdigest()
+    keep: float = field(kw_only=True)
+    most: int = field(kw_only=True)
 
     def identity(self) -> str:
-        assert self.source is not None
         return self.source.identity()
-
-    def close(self) -> None:
-        if self.source is not None:
-            self.source.close()

@@ -24,6 +24,7 @@ _TABLES = (
     "create table if not exists done"
     " (line integer primary key, custom_id text, ok integer not null, result text not null)",
 )
+_FORGET = ("drop table if exists job", "drop table if exists done")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,10 @@ class State:
             self.journal = "delete" if file_system(path.parent) in NETWORK else "wal"
             for setting in ("locking_mode = exclusive", f"journal_mode = {self.journal}", "synchronous = full"):
                 self._db.execute(f"pragma {setting}")
-            self._db.execute("begin exclusive")
-            if anew:
-                for name in ("job", "done"):
-                    self._db.execute(f"drop table if exists {name}")
-            for table in _TABLES:
-                self._db.execute(table)
-            self._db.execute("commit")
+            with self._db:
+                self._db.execute("begin exclusive")
+                for statement in (*(_FORGET if anew else ()), *_TABLES):
+                    self._db.execute(statement)
             self._check()
         except BaseException as e:
             self._db.close()
@@ -77,7 +75,7 @@ class State:
                     f"{path}: the job's state can't be used ({e}); the folder must be writable and have room."
                 ) from None
             raise BadFile(f"{path}: is no job's state ({e}); move it away to start the job anew.") from None
-        self._progress = self._counted()
+        self._progress = Progress(*self._db.execute("select count(*), coalesce(sum(1 - ok), 0) from done").fetchone())
 
     def _check(self) -> None:
         columns = [name for _, name, *_ in self._db.execute("pragma table_info(done)")]
@@ -92,10 +90,8 @@ class State:
         """
         known = dict(self._db.execute("select key, value from job"))
         if not known:
-            with self._telling():
-                self._db.execute("begin immediate")
+            with self._writing():
                 self._db.executemany("insert into job values (?, ?)", ({"version": VERSION} | notes | facts).items())
-                self._db.execute("commit")
             return notes
         for key, value in facts.items():
             if known.get(key) != value:
@@ -107,15 +103,8 @@ class State:
 
     def finish(self, outcomes: Sequence[Outcome]) -> None:
         """Keep some rows' results, all or none; when this returns, they are on the disk. Unavailable if it's full."""
-        with self._telling():
-            self._db.execute("begin immediate")
-            try:
-                self._db.executemany("insert into done values (?, ?, ?, ?)", outcomes)
-                self._db.execute("commit")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("rollback")
-                raise
+        with self._writing():
+            self._db.executemany("insert into done values (?, ?, ?, ?)", outcomes)
         bad = sum(not o.ok for o in outcomes)
         self._progress = Progress(self._progress.rows + len(outcomes), self._progress.failed + bad)
 
@@ -126,18 +115,18 @@ class State:
     def progress(self) -> Progress:
         return self._progress
 
-    def _counted(self) -> Progress:
-        return Progress(*self._db.execute("select count(*), coalesce(sum(1 - ok), 0) from done").fetchone())
-
     def results(self) -> Iterator[str]:
         """Results in the input's order."""
         for (result,) in self._db.execute("select result from done order by line"):
             yield result
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
+        """All or nothing of what is written inside; on the disk afterwards."""
         try:
-            yield
+            with self._db:  # commits, or rolls back
+                self._db.execute("begin immediate")
+                yield
         except sqlite3.DatabaseError as e:
             raise Unavailable(
                 f"{self.path}: a row's result can't be kept ({e}); make room or mend the disk, then give the same "
