@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexgen_published import Policy
 from headrace.errors import Unsupported
-from headrace.plan.flexgen import Policy
 from headrace.plan.machine import Compute, Machine
 from headrace.plan.sizes import LayerCost, ModelCost, Workload
 

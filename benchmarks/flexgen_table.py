@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_baselines import FlexGen, Timing, row_order
-from headrace.plan.cost import Prediction, evaluate
-from headrace.plan.flexgen import (
+from flexgen_published import (
     FOUR_NODES,
     FOUR_NODES_PUBLISHED,
     LENGTHS,
@@ -25,8 +24,9 @@ from headrace.plan.flexgen import (
     ROW_BATCHES,
     SIZES,
     Policy,
-    placed,
 )
+from headrace.plan.cost import Prediction, evaluate
+from headrace.plan.flexgen import placed
 from headrace.plan.machine import Machine
 from headrace.plan.plan import Plan, lines
 from headrace.plan.search import search

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_baselines import BITS4, FlexGen, row_order, whole_tensors
+from flexgen_published import POLICIES, PUBLISHED, SIZES, Policy
 from headrace.errors import Unsupported
 from headrace.plan.cost import evaluate
-from headrace.plan.flexgen import ALL_DEVICE, POLICIES, PUBLISHED, SIZES, Policy, placed
+from headrace.plan.flexgen import ALL_DEVICE, placed
 from headrace.plan.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.plan.search import search

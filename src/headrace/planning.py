@@ -45,6 +45,8 @@ FRAMES = (0.0, 0.25, 0.5, 0.75)
 WORTH = 0.97, 0.9
 """To be taken, a plan that streams must take less than this part of the time of one where everything fits; one with its
 cache on disk, of one without. Such a plan costs the disk's use, and is less surely known."""
+SLACK = 8 << 20
+"""Bytes that looking for a plan takes itself, or reading a printed one."""
 PLAIN = Place("host", "host", "host", "host")
 
 
@@ -65,6 +67,7 @@ class Planner:
         self.device, self.model, self.options, self.machine = device, model, options, machine
         self.choice = options.choice
         self.sizes = Sizes(device, model)
+        self.sizes.program += SLACK
         self.context = context_of(model, options.context)
         self.name = name or (model.file.paths[0].stem if model.file.paths else model.spec.family)
         self.cost = cost_of(device, model, self.name)
@@ -219,7 +222,10 @@ class Planner:
         for s in shapes:
             plan = s.candidate.plan
             key = plan.rows, plan.most if plan.rows > 1 else 0, s.streamed, plan.frames
-            others.setdefault(key, replace(s.candidate, why=why(best, s.candidate)))
+            reason = why(best, s.candidate)
+            if s.candidate.seconds < best.seconds:
+                reason += "; too little faster for what is less surely known"
+            others.setdefault(key, replace(s.candidate, why=reason))
         return Found(best, tuple(others.values())[1:6], self._gains(best), "every shape"), shapes[0]
 
     def _gains(self, best: Candidate) -> tuple[Gain, ...]:

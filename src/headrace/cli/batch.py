@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.cli.generation import interruptible, load, seen, write_trace
 from headrace.cli.options import add_model, add_trace
 from headrace.cli.parser import whole
+from headrace.cli.planned import expected, expected_line, outlook
 from headrace.cli.show import human, note
 from headrace.store import known
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.engine import Engine
     from headrace.jobs.batch import Report
 
+USUAL = {"sequences": 64, "rows": 256, "runs": 1}
 FAILED = 1
 """Exit status when every row has its line but some of them are error rows."""
 
@@ -36,11 +38,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--any-model", action="store_true", help="take rows whatever model they name")
     parser.add_argument("--restart", action="store_true", help="throw away an earlier run's state and output")
-    parser.add_argument("--sequences", type=whole(1), default=64, help="most rows computed at a time (default: 64)")
-    parser.add_argument("--rows", type=whole(1), default=256, help="most rows in a run (default: 256)")
-    parser.add_argument(
-        "--runs", type=whole(1), default=1, help="most runs that pass a layer while it is held (default: 1)"
-    )
+    for name, what in (
+        ("sequences", "most rows computed at a time"),
+        ("rows", "most rows in a run"),
+        ("runs", "most runs that pass a layer while it is held"),
+    ):
+        usual = f"{what} (default: {USUAL[name]}; with --ram what the plan says)"
+        parser.add_argument(f"--{name}", type=whole(1), metavar="N", help=usual)
     add_trace(parser)
     add_model(parser)
 
@@ -95,13 +99,18 @@ def run(args: argparse.Namespace) -> int:
     from headrace.jobs.batch import Batch
 
     progress = Progress()
-    with load(args, sequences=args.sequences, caches=0, runs=args.runs, rows=args.rows) as engine:
+    work = outlook(args.input)
+    pinned = {name: value for name in USUAL if (value := getattr(args, name)) is not None}
+    with load(args, work, {*USUAL, "caches"} - set(pinned), caches=0, **USUAL | pinned) as engine:
         names = None if args.any_model else names_of(args.model, engine.parts.name)
         batch = Batch(engine, args.input, args.output, args.seed, names, args.restart, progress)
         try:
             with interruptible(batch):
                 report = batch.run()
             told = seen_by(engine, report, report.seconds)
+            done = report.rows - report.resumed
+            plan = expected(engine, work[0], report.tokens // max(1, done), done)
+            told += [expected_line(plan)] if plan is not None else []
         except KeyboardInterrupt:
             note("\nstopped; the same command goes on from here")
             raise

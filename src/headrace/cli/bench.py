@@ -57,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     tests = list(plan(args))
     args.context = max(test.length for test in tests) + args.tokens + 1
     most = max(test.rows * (test.length + args.tokens + 32) for test in tests)
-    with g.load(args, caches=-(-most // args.context), sequences=max(test.rows for test in tests)) as engine:
+    wide = max(test.rows for test in tests)
+    work = max(args.prefill), args.tokens, wide
+    with g.load(args, work, caches=-(-most // args.context), sequences=wide) as engine:
         results = measure(engine, tests, args.tokens, args.rounds)
         report = {"model": str(engine.parts.model.file.paths[0]), **about(engine), "tests": results}
     if args.json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli import generation as g
 from headrace.cli import options
+from headrace.cli.planned import ANSWER
 from headrace.cli.show import note
 from headrace.errors import BadRequest, HeadraceError
 from headrace.run.types import Sampling
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = options.sampling_of(args)
     if not all(args.stop):
         raise BadRequest("A --stop text is empty; leave it out.")
-    with g.load(args) as engine:
+    with g.load(args, (ANSWER, ANSWER, 1), sequences=1) as engine:
         from headrace.text.template import ChatTemplate
 
         try:

@@ -19,7 +19,7 @@ from typing import Any
 from headrace import __version__, config, system
 from headrace.cli import kv_loss
 from headrace.cli.parser import whole
-from headrace.cli.show import human, table
+from headrace.cli.show import human, note, table
 from headrace.errors import BadRequest, HeadraceError
 from headrace.formats.files import DirectFile, atomic, free_bytes
 
@@ -39,6 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         f"seconds: memory and disk are measured, the disk with a file of {DISK_BYTES // MB} MiB in the cache folder."
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--probe", action="store_true", help="measure the planner's constants anew and print them")
     parser.add_argument("--quick", action="store_true", help="measure nothing")
     group = parser.add_argument_group("what a narrow KV cache costs a model (instead of the machine)")
     group.add_argument("--kv", metavar="MODEL", help="measure perplexity at 16/16, 8/8, 8/4 and 4/4 KV bits")
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.text is not None or args.threads is not None:
         raise BadRequest("--text and --threads are for --kv MODEL; name the model, or leave them out.")
     settings = config.resolve()
+    if args.probe:
+        return probe(settings)
     report: Report = {
         "program": program(),
         "cpu": cpu(settings, measure=not args.quick),
@@ -71,6 +74,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{line}")
     if not missing:
         print("\nNothing is missing.")
+    return 0
+
+
+def probe(settings: config.Config) -> int:
+    """The constants that plans are made with, as JSON on stdout; kept in the cache folder."""
+    from headrace import measured
+    from headrace.kernels.dispatch import make_device
+
+    device = make_device(threads=system.cores(), cpu=settings.cpu)
+    print(measured.machine(device, settings.cache, measured.USUAL, again=True, tell=note).to_json())
+    note(f"kept in {measured.where(settings.cache)}")
     return 0
 
 

@@ -8,13 +8,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace import config, system
+from headrace.cli.planned import choosing, expected_json, expected_line
 from headrace.cli.show import Bar, human, note
 from headrace.errors import BadFile, BadRequest
 from headrace.store.find import find
@@ -22,6 +24,7 @@ from headrace.store.find import find
 if TYPE_CHECKING:
     from headrace.engine import Engine, Figures, Piece
     from headrace.options import Options
+    from headrace.plan.cost import Prediction
     from headrace.results import Totals
 
 MAX_PROMPT = 64 << 20
@@ -30,15 +33,21 @@ PATIENCE = 1.0
 """Seconds without a word after which a person is told what is going on."""
 
 
-def load(args: argparse.Namespace, **more: Any) -> Engine:
-    """The engine that ``options.add_model``'s options describe; the model is fetched first when it has to be."""
+def load(
+    args: argparse.Namespace, work: tuple[int, int, int], free: Collection[str] = ("rows", "runs"), **more: Any
+) -> Engine:
+    """The engine that ``options.add_model``'s options describe; the model is fetched first when it has to be.
+
+    work: what it is loaded for: prompt tokens, new tokens, sequences; about. free: what --ram lets the planner choose.
+    """
     if args.trace and not args.trace.parent.is_dir():
         raise BadRequest(f"{args.trace}: there is no such folder for the trace; make it first.")
     path = find_model(args)
     from headrace.engine import load  # the heavy part: after anything that can fail early
 
     with waiting(f"loading {path.name}"):
-        engine = load(path, machine_of(args), link=args.link, **more)
+        options = choosing(args, replace(machine_of(args), **more), work, free)
+        engine = load(path, options, link=args.link)
     if args.trace or engine.parts.loop.targets > 1 or engine.parts.loop.drafting:
         engine.watch(bool(args.trace))
     return engine
@@ -214,7 +223,13 @@ def weight_rate(figures: Figures) -> float:
     return figures.decode_rate * figures.weight_bytes
 
 
-def figures_line(figures: Figures, bandwidth: float | None, finish: str, totals: Totals | None = None) -> str:
+def figures_line(
+    figures: Figures,
+    bandwidth: float | None,
+    finish: str,
+    totals: Totals | None = None,
+    plan: Prediction | None = None,
+) -> str:
     """One line, honest: what was waited for, both rates, and how near decoding came to what the memory can give."""
     new = figures.prompt_tokens - figures.reused_tokens
     parts = [f"prompt {new} tokens" + (f" (+{figures.reused_tokens} cached)" if figures.reused_tokens else "")]
@@ -225,6 +240,8 @@ def figures_line(figures: Figures, bandwidth: float | None, finish: str, totals:
     if figures.decode_rate and bandwidth:
         rate = weight_rate(figures)
         parts.append(f"weights {human(rate)}/s, {100 * rate / bandwidth:.0f}% of {human(bandwidth)}/s measured")
+    if plan is not None:
+        parts.append(expected_line(plan))
     if totals is not None:
         parts += seen(totals, figures.last - figures.started, figures.tokens)
     ends = {"length": "cut by -n or the context", "stop": "ended by --stop", "cancelled": "interrupted"}
@@ -245,10 +262,10 @@ def seen(totals: Totals, seconds: float, tokens: int) -> list[str]:
 
 
 def figures_json(
-    figures: Figures, bandwidth: float | None, totals: Totals | None = None
-) -> dict[str, float | int | None]:
+    figures: Figures, bandwidth: float | None, totals: Totals | None = None, plan: Prediction | None = None
+) -> dict[str, Any]:
     t, seconds = totals, figures.last - figures.started
-    more: dict[str, float | int | None] = {} if t is None else {
+    more: dict[str, Any] = {} if t is None else {
         "guesses_launched": t.launched,
         "guesses_accepted": t.accepted,
         "guesses_cancelled": t.cancelled,
@@ -267,6 +284,7 @@ def figures_json(
         "bandwidth_bytes_per_s": bandwidth,
         "peak_rss_bytes": system.peak_rss(),
         **more,
+        **({} if plan is None else {"predicted": expected_json(plan)}),
     }
 
 

@@ -22,6 +22,8 @@ COMMANDS = {
     "batch": "compute every row of an OpenAI batch file, resumable",
     "bench": "measure prefill and decode at several lengths and row counts",
     "simulate": "predict what a cluster would do with a model",
+    "plan": "say what a model would do under a limit, before it is loaded or fetched",
+    "pack": "make the file that a model's layers stream from, ahead",
     "inspect": "tell what a model file is made of, without loading it",
     "check": "tell what this machine offers and what is missing",
     "pull": "fetch a model from a Hugging Face hub, resumable and checked",

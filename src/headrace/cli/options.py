@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace.cli.device import add_device, add_more
 from headrace.cli.drafting import add_drafting
 from headrace.cli.parser import kv_bits, real, size, thread_counts, whole
+from headrace.cli.planned import add_planned
 from headrace.run.types import Sampling
 from headrace.store import known
 
@@ -73,6 +74,7 @@ def add_machine(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument("--layer-split", "--mpi-layer-split", metavar="LIST", help=split)
     group.add_argument("--ram", type=size, metavar="SIZE", help=RAM_HELP)
+    add_planned(group)
     add_device(group)
     add_more(group)
 

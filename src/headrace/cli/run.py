@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli import generation as g
 from headrace.cli import options
+from headrace.cli.planned import ANSWER, expected, tokens_of
 from headrace.cli.show import note
 from headrace.errors import BadRequest
 from headrace.run.types import Sampling
@@ -51,17 +52,19 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prompt, system, stops = texts(args)
     sampling = options.sampling_of(args)
-    with g.load(args, sequences=1) as engine:
+    work = tokens_of(prompt + (system or "")), args.tokens or ANSWER, 1
+    with g.load(args, work, sequences=1) as engine:
         ids = encode(engine, args, prompt, system)
         text, finish = _stream(engine, args, ids, sampling, stops)
         figures, bandwidth, totals = engine.figures(), engine.bandwidth(), engine.totals()
+        plan = expected(engine, figures.prompt_tokens - figures.reused_tokens, figures.tokens)
         g.write_trace(args, engine)
     g.require_numbers(finish)
     if args.json:
-        answer = {"text": text, "finish": finish, "figures": g.figures_json(figures, bandwidth, totals)}
+        answer = {"text": text, "finish": finish, "figures": g.figures_json(figures, bandwidth, totals, plan)}
         print(json.dumps(answer, ensure_ascii=False, indent=1))
     else:
-        note(g.dim(g.figures_line(figures, bandwidth, finish, totals)))
+        note(g.dim(g.figures_line(figures, bandwidth, finish, totals, plan)))
     return INTERRUPTED if finish == "cancelled" else 0
 
 
