@@ -21,6 +21,7 @@ from headrace.options import Options, batch_threads, cores
 from headrace.placement import (
     MARGIN,
     affordable_caches,
+    cache_pages,
     context_of,
     load_weights,
     make_cache,
@@ -144,7 +145,7 @@ def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Par
     context, threads = context_of(model, options.context), options.threads or cores()
     near, host = make_torch(options.device, threads=threads), make_torch("torch:cpu", threads=threads)
     far = host if options.host_device == host.name else make_device(threads=threads, cpu=options.cpu)
-    pages = pages_for(context) * (options.caches or 1)
+    pages = cache_pages(near, model, context, replace(options, ram=options.device_ram))
     own = range(len(model.layers))
     here = (placing.DEVICE,) * len(own)
     job = placing.Job(
