@@ -10,7 +10,8 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.engine import Engine, Job
@@ -62,38 +63,29 @@ class _Row:
     jobs: tuple[Job, ...]
 
 
+@dataclass(eq=False)
 class Batch:
-    """One job; ``run()`` does it. From a signal handler, ``interrupt()`` stops it within a layer."""
+    """One job; ``run()`` does it. From a signal handler, ``interrupt()`` stops it within a layer.
 
-    def __init__(
-        self,
-        engine: Engine,
-        source: Path,
-        target: Path,
-        seed: int = 0,
-        names: tuple[str, ...] | None = None,
-        restart: bool = False,
-        tell: Callable[[Report], None] | None = None,
-    ) -> None:
-        """source, target: input and output files. seed: the job's, from which each row's own is derived.
+    source, target: input and output files. seed: the job's, from which each row's own is derived. names: of models that
+    rows may ask for; None: any (people's files name the one they were written for). restart: throw away what an earlier
+    run of this output left. tell: hears how it goes, often.
+    """
 
-        names: of models that rows may ask for; None: any (people's files name the one they were written for).
-        restart: throw away what an earlier run of this output left. tell: hears how it goes, often.
-        """
-        self.engine = engine
-        self.source = source
-        self.target = target
-        self.seed = seed
-        self.names = names
-        self.restart = restart
-        self.tell = tell
-        self._key = ""
-        self._template: ChatTemplate | None = None
-        self._open: list[_Row] = []
-        self._outcomes: list[Outcome] = []
-        self._tokens = 0
-        self._created = 0
-        self._stop = False
+    engine: Engine
+    source: Path
+    target: Path
+    seed: int = 0
+    names: tuple[str, ...] | None = None
+    restart: bool = False
+    tell: Callable[[Report], None] | None = None
+    _key: str = field(default="", init=False)
+    _template: ChatTemplate | None = field(default=None, init=False)
+    _open: list[_Row] = field(default_factory=list, init=False)
+    _outcomes: list[Outcome] = field(default_factory=list, init=False)
+    _tokens: int = field(default=0, init=False)
+    _created: int = field(default=0, init=False)
+    _stop: bool = field(default=False, init=False)
 
     def interrupt(self) -> None:
         """Stop: ``run`` gives back what is under way and raises KeyboardInterrupt."""
@@ -111,7 +103,8 @@ class Batch:
         self._key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if self.target.exists() and not self.restart:
             return self._done_before(rows.total)
-        self._template = _template_of(self.engine)
+        with suppress(HeadraceError):  # without a template only rows of messages fail
+            self._template = ChatTemplate(self.engine.tokenizer)
         with State(path, anew=self.restart) as state:
             if self.restart:
                 self.target.unlink(missing_ok=True)
@@ -147,13 +140,10 @@ class Batch:
         """What the results depend on; a job is resumed only when all of it is the same."""
         parts = self.engine.parts
         return {
-            "input": rows.digest,
-            "model": parts.model.file.digest(),
-            "seed": str(self.seed),
-            "context": str(parts.context),
-            "KV bits": f"{parts.kv_bits[0]}/{parts.kv_bits[1]}",
+            "input": rows.digest, "model": parts.model.file.digest(), "seed": str(self.seed),
+            "context": str(parts.context), "KV bits": f"{parts.kv_bits[0]}/{parts.kv_bits[1]}",
             "model names": "any" if self.names is None else "checked",
-        }
+        }  # fmt: skip
 
     def _done_before(self, total: int) -> Report:
         """The report of a job whose output is there; BadRequest when that is another job's, or no output at all."""
@@ -206,9 +196,8 @@ class Batch:
                     continue
                 asked = understand(row, self.seed)
                 if self.names is not None and asked.model not in (None, *self.names):
-                    raise BadRequest(
-                        f"model is another than the one loaded; name {self.names[0]!r}, or use --any-model."
-                    )
+                    what = f"name {self.names[0]!r}, or use --any-model"
+                    raise BadRequest(f"model is another than the one loaded; {what}.")
             except BadRequest as error:
                 if line not in done:
                     self._fail(line, custom_id, error)
@@ -300,11 +289,3 @@ _WHY = {
     "error": "The model's logits were not finite for this row; its weights or the prompt overflow.",
     "too long": "The cache can't hold this row; give a longer context (-c) or fewer tokens (max_tokens).",
 }
-
-
-def _template_of(engine: Engine) -> ChatTemplate | None:
-    """None when the model has no template: then only rows of messages fail."""
-    try:
-        return ChatTemplate(engine.tokenizer)
-    except HeadraceError:
-        return None
