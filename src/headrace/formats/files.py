@@ -50,6 +50,16 @@ def open_regular(path: Path, what: str = "model file") -> tuple[int, os.stat_res
         raise BadFile(f"{str(path)!r}: can't be a path ({e}); check the {what}'s name.") from None
 
 
+@contextmanager
+def opened(path: Path, what: str = "model file") -> Iterator[tuple[int, int]]:
+    """``open_regular`` for as long as the context lasts -> (file descriptor, bytes in the file)."""
+    fd, info = open_regular(path, what)
+    try:
+        yield fd, info.st_size
+    finally:
+        os.close(fd)
+
+
 def cannot_read(path: Path, what: str, e: OSError) -> BadFile:
     """An operating system's error as ours."""
     if isinstance(e, FileNotFoundError | NotADirectoryError):

@@ -6,7 +6,6 @@ padding, data. Every length, count and offset is hostile until it was compared w
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 
 from headrace.errors import BadFile, Unsupported
 from headrace.formats.cursor import Cursor
-from headrace.formats.files import open_regular
+from headrace.formats.files import opened
 from headrace.formats.tensor import BLOCKS, GGML_TYPES, TensorInfo, check_extents, show, tensor_nbytes
 
 MAX_DEPTH = 4
@@ -84,11 +83,8 @@ class _Reader(Cursor):
 
 def read_gguf(path: Path) -> GgufFile:
     """Metadata and tensor table of one file. BadFile or Unsupported, naming what is wrong and where."""
-    fd, info = open_regular(path)
-    try:
-        return _parse(_Reader(fd, path, info.st_size))
-    finally:
-        os.close(fd)
+    with opened(path) as (fd, size):
+        return _parse(_Reader(fd, path, size))
 
 
 def _parse(c: _Reader) -> GgufFile:

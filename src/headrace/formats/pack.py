@@ -27,8 +27,8 @@ from headrace.formats.files import (
     cannot_read,
     free_bytes,
     lock,
-    open_regular,
     open_shared,
+    opened,
     read_exact,
     reserve,
     stored_bytes,
@@ -151,13 +151,10 @@ class PackWriter:
         """The file when it is there already; one that is damaged or another's isn't. Nothing it says is believed."""
         raw = bytearray(len(self.plan.head({})))
         try:
-            fd, info = open_regular(self.path, "packed file")
-            try:
+            with opened(self.path, "packed file") as (fd, size):
                 read_exact(fd, memoryview(raw), 0, self.path)
-            finally:
-                os.close(fd)
             sums = {key: said for key, _, _, said, _ in json.loads(raw[_PREFIX.size :])["layers"]}
-            whole = info.st_size >= self.plan.nbytes and self.plan.head(sums) == raw
+            whole = size >= self.plan.nbytes and self.plan.head(sums) == raw
         except (HeadraceError, ValueError, TypeError, KeyError, RecursionError):
             return None
         return PackFile(self.path, self.plan.layers) if whole else None

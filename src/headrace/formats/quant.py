@@ -29,39 +29,31 @@ _AT_ONCE = 1 << 20
 class NumPy:
     """What the formats ask of an array library; ``kernels/torch_formats.py`` has the same in PyTorch."""
 
-    @staticmethod
-    def f16(b: Bytes) -> F32:
+    def f16(self, b: Bytes) -> F32:
         """Two columns of bytes to one of f32."""
         return np.ascontiguousarray(b).view("<f2").astype(np.float32)
 
-    @staticmethod
-    def bf16(b: Bytes) -> F32:
+    def bf16(self, b: Bytes) -> F32:
         return (b.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
-    @staticmethod
-    def f32(b: Bytes) -> F32:
+    def f32(self, b: Bytes) -> F32:
         return b.view("<f4").astype(np.float32, copy=False)
 
-    @staticmethod
-    def unsigned(b: Bytes) -> F32:
+    def unsigned(self, b: Bytes) -> F32:
         """The bytes' values."""
         return b.astype(np.float32)
 
-    @staticmethod
-    def signed(b: Bytes) -> F32:
+    def signed(self, b: Bytes) -> F32:
         return b.view(np.int8).astype(np.float32)
 
-    @staticmethod
-    def shifts(step: int, like: Bytes) -> Bytes:
+    def shifts(self, step: int, like: Bytes) -> Bytes:
         """0, step, 2 * step ... below 8."""
         return np.arange(0, 8, step, dtype=np.uint8)
 
-    @staticmethod
-    def side_by_side(parts: Sequence[Bytes]) -> Bytes:
+    def side_by_side(self, parts: Sequence[Bytes]) -> Bytes:
         return np.hstack(parts)
 
-    @staticmethod
-    def iq4(q: Bytes) -> F32:
+    def iq4(self, q: Bytes) -> F32:
         return IQ4_VALUES[q]
 
 
@@ -173,7 +165,7 @@ def dequantise(fmt: str, raw: Bytes, n: int, k: int) -> F32:
     step = _AT_ONCE // width
     with np.errstate(all="ignore"):  # a file may hold infinite scales: its values are what they are
         for i in range(0, len(blocks), step):
-            out[i : i + step] = EXPAND[fmt](NumPy, blocks[i : i + step])
+            out[i : i + step] = EXPAND[fmt](NumPy(), blocks[i : i + step])
     return out.reshape(n, k)
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 from headrace.errors import BadFile
-from headrace.formats.files import open_regular, read_exact
+from headrace.formats.files import opened, read_exact
 from headrace.formats.tensor import TensorInfo, check_extents, show
 
 MAX_HEADER = 32 << 20
@@ -27,14 +26,11 @@ DTYPES = {
 
 def read_json(path: Path, most: int, what: str) -> object:
     """A small JSON file, read whole: at most ``most`` bytes, UTF-8, no key twice in an object."""
-    fd, info = open_regular(path, what)
-    try:
-        if info.st_size > most:
-            raise BadFile(f"{path}: has {info.st_size} bytes, and a {what} may have {most}; is it the right file?")
-        raw = bytearray(info.st_size)
+    with opened(path, what) as (fd, size):
+        if size > most:
+            raise BadFile(f"{path}: has {size} bytes, and a {what} may have {most}; is it the right file?")
+        raw = bytearray(size)
         read_exact(fd, memoryview(raw), 0, path)
-    finally:
-        os.close(fd)
     return parse_json(path, bytes(raw), what)
 
 
@@ -62,11 +58,8 @@ def parse_json(path: Path, raw: bytes, what: str) -> object:
 
 def read_safetensors(path: Path) -> list[TensorInfo]:
     """The tensors of one file, in the header's order. BadFile names what is wrong."""
-    fd, info = open_regular(path)
-    try:
-        return _parse(fd, path, info.st_size)
-    finally:
-        os.close(fd)
+    with opened(path) as (fd, size):
+        return _parse(fd, path, size)
 
 
 def _parse(fd: int, path: Path, size: int) -> list[TensorInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,7 @@ class Loss:
 
 def kv_losses(path: Path, text: str, options: Options, tokens: int = 512) -> Iterator[Loss]:
     """A model's loss at each preset, 16/16 first, over the first ``tokens`` of the text. Raises a HeadraceError."""
-    file = open_file(path, options)
-    try:
+    with open_file(path, options) as file:
         model = load_model(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         tokenizer.check_model(model.spec.vocab)
@@ -52,18 +52,14 @@ def kv_losses(path: Path, text: str, options: Options, tokens: int = 512) -> Ite
         if len(ids) < FEWEST:
             raise BadRequest(f"The text has {len(ids)} tokens; give one of at least {FEWEST}, better some hundred.")
         device = make_device(options.device, threads=options.threads, cpu=options.cpu)
-        pages = pages_for(len(ids))
-        weights = load_weights(device, model, place(Budget(options.ram), device, model, pages, options), options)
-        every = range(len(model.layers))
-        truth = None
-        try:
+        pages, every, truth = pages_for(len(ids)), range(len(model.layers)), None
+        streamed = place(Budget(options.ram), device, model, pages, options)
+        with closing(load_weights(device, model, streamed, options)) as weights:
             for name, bits in PRESETS.items():
                 cache = HostKV(device, kv_shapes(model.layers, bits), pages)
                 computer = ScoringComputer(device, model.layers, every, model.spec.width, weights, cache)
-                try:
+                with closing(computer):
                     found = log_probabilities(computer, ids, ROWS)
-                finally:
-                    computer.close()
                 if not np.isfinite(found).all():
                     raise BadRequest(f"At {name} KV bits the model's output isn't finite; its file may be damaged.")
                 truth = found if truth is None else truth
@@ -72,7 +68,3 @@ def kv_losses(path: Path, text: str, options: Options, tokens: int = 512) -> Ite
                 size = page_nbytes(device, model.layers, bits) // PAGE
                 loss = math.exp(lost.mean()) - 1
                 yield Loss(name, size, len(found), perplexity(found), loss, error * (1 + loss))
-        finally:
-            weights.close()
-    finally:
-        file.close()

@@ -18,42 +18,34 @@ FORMATS = tuple(EXPAND)
 class Torch:
     """As ``formats.quant.NumPy``."""
 
-    @staticmethod
-    def f16(b: Tensor) -> Tensor:
+    def f16(self, b: Tensor) -> Tensor:
         return b.contiguous().view(torch.float16).float()
 
-    @staticmethod
-    def bf16(b: Tensor) -> Tensor:
+    def bf16(self, b: Tensor) -> Tensor:
         return b.view(torch.bfloat16).float()
 
-    @staticmethod
-    def f32(b: Tensor) -> Tensor:
+    def f32(self, b: Tensor) -> Tensor:
         return b.view(torch.float32)
 
-    @staticmethod
-    def unsigned(b: Tensor) -> Tensor:
+    def unsigned(self, b: Tensor) -> Tensor:
         return b.float()
 
-    @staticmethod
-    def signed(b: Tensor) -> Tensor:
+    def signed(self, b: Tensor) -> Tensor:
         return b.contiguous().view(torch.int8).float()
 
-    @staticmethod
-    def shifts(step: int, like: Tensor) -> Tensor:
+    def shifts(self, step: int, like: Tensor) -> Tensor:
         return torch.arange(0, 8, step, dtype=torch.uint8, device=like.device)
 
-    @staticmethod
-    def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    def side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(parts), 1)
 
-    @staticmethod
-    def iq4(q: Tensor) -> Tensor:
+    def iq4(self, q: Tensor) -> Tensor:
         return torch.from_numpy(IQ4_VALUES).to(q.device)[q.int()]
 
 
 def expand(fmt: str, raw: Tensor, k: int) -> Tensor:
     """File bytes of whole rows of k values, uint8 [bytes], on a device -> f32 [rows, k] there."""
-    return EXPAND[fmt](Torch, raw.reshape(-1, BLOCKS[fmt][1])).reshape(-1, k)
+    return EXPAND[fmt](Torch(), raw.reshape(-1, BLOCKS[fmt][1])).reshape(-1, k)
 
 
 def nbytes(fmt: str, n: int, k: int) -> int:

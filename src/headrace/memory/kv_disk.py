@@ -233,7 +233,7 @@ class DiskKV:
         self._extent[frames] = absent
         kept[frames] = True
         self._address[absent] = self._base + np.asarray(frames, np.uint64) * np.uint64(self.stride)
-        self._start(self._readers, self._read_into, absent[self._stored[absent]], self._reads)
+        self._start(self._readers, self._file.read, absent[self._stored[absent]], self._reads)
         return len(absent)
 
     def _room(self, count: int, kept: Bools, patient: bool) -> list[int]:
@@ -286,7 +286,7 @@ class DiskKV:
         extents = extents[self._dirty[self._frame[extents]]]
         self._dirty[self._frame[extents]] = False
         self._stored[extents] = True
-        self._start(self._writers, self._write_from, extents, self._writes)
+        self._start(self._writers, self._file.write, extents, self._writes)
 
     def _start(
         self,
@@ -307,12 +307,6 @@ class DiskKV:
                 parts = [view[f * self.stride : (f + 1) * self.stride] for f in frames]
                 future = pool.submit(move, parts, int(some[0]) * self.stride)
                 under_way.update(dict.fromkeys(some.tolist(), future))
-
-    def _read_into(self, parts: Sequence[memoryview], offset: int) -> None:
-        self._file.read(parts, offset)
-
-    def _write_from(self, parts: Sequence[memoryview], offset: int) -> None:
-        self._file.write(parts, offset)
 
     def _arrived(self, under_way: dict[int, Future[None]], extent: int) -> None:
         """Wait for a read or write; Unavailable when it failed."""
