@@ -39,7 +39,7 @@ class Time:
     def __init__(self) -> None:
         self.now = 100.0
 
-    def clock(self) -> float:
+    def perf_counter(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -79,9 +79,10 @@ def test_urgent_copies_overtake_between_pieces() -> None:
     link.close()
 
 
-def test_the_pace_is_kept() -> None:
+def test_the_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time()
-    link = Link({"to_device": HostMover(), "to_host": HostMover()}, Pace(1e6, 0.25), time.clock, time.sleep)
+    monkeypatch.setattr("headrace.memory.link.time", time)
+    link = Link({"to_device": HostMover(), "to_host": HostMover()}, Pace(1e6, 0.25))
     link.send("to_device", "weights", [pair(3_000_000)]).result(30)
     assert time.now == pytest.approx(103.25)
     link.send("to_device", "weights", [pair(500_000)]).result(30)

@@ -42,7 +42,6 @@ class Tiered(Ahead):
         link: Link,
         hosted: Weights,
         packed: PackFile | None = None,
-        buffers: int = BUFFERS,
         ahead: bool = True,
     ) -> None:
         super().__init__(device, model, (i for i, home in homes.items() if home != "device"), ahead)
@@ -55,7 +54,7 @@ class Tiered(Ahead):
         self.disk = None if packed is None else Streamed(host, model, disk, disk, packed, ahead=ahead)
         self._on_disk = frozenset(disk)
         largest = max((whole_nbytes(device, model.layers[i]) for i in self.order), default=0)
-        count = min(buffers if ahead else 1, len(self.order))
+        count = min(BUFFERS if ahead else 1, len(self.order))
         self.device_nbytes += count * largest
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="headrace-feed")
         self._leaving: tuple[AbstractContextManager[Mapping[str, Weight]], Future[None]] | None = None

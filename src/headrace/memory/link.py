@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
@@ -66,17 +66,10 @@ class _Job:
 class Link:
     """``sent[direction, purpose]`` counts bytes, ``copies`` calls of ``send``."""
 
-    def __init__(
-        self,
-        movers: Mapping[Direction, Mover],
-        pace: Pace | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, movers: Mapping[Direction, Mover], pace: Pace | None = None) -> None:
         self.pace = pace
         self.sent: Counter[tuple[str, str]] = Counter()
         self._movers = dict(movers)
-        self._clock, self._sleep = clock, sleep
         self._wake = threading.Condition()
         self._queues: dict[Direction, list[_Job]] = {d: [] for d in DIRECTIONS}
         self._closed = False
@@ -107,7 +100,7 @@ class Link:
             if self._closed:
                 raise RuntimeError("the link is closed")
             self.copies += 1
-            job = _Job(0 if urgent else 1, self.copies, pieces, after, self._clock())
+            job = _Job(0 if urgent else 1, self.copies, pieces, after, time.perf_counter())
             self.sent[direction, purpose] += sum(len(src) for _, src in pieces)
             heapq.heappush(self._queues[direction], job)
             self._wake.notify_all()
@@ -154,8 +147,8 @@ class Link:
                 free_at += len(src) / self.pace.rate
         if job.at == len(job.pieces):
             mover.finish()
-        if self.pace is not None and (ahead := free_at - self._clock()) > 0:
-            self._sleep(ahead)
+        if self.pace is not None and (ahead := free_at - time.perf_counter()) > 0:
+            time.sleep(ahead)
         return free_at
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.errors import BadRequest, HeadraceError, Unavailable
+from headrace.errors import BadRequest, Unavailable
 from headrace.formats.files import free_bytes, open_shared, try_lock
 
 LOCK = ".lock"
@@ -68,18 +68,15 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cannot_write(folder, error) from None
-
-
-def cannot_write(folder: Path, error: OSError) -> HeadraceError:
-    """An error of writing to the cache, in a sentence."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Unavailable(
-            f"{folder}: the disk is full; make room (`headrace cache` lists what can go) or set HEADRACE_CACHE to a "
-            "folder on another disk."
-        )
-    why = error.strerror or str(error)
-    return Unavailable(f"{folder}: can't be written ({why}); set HEADRACE_CACHE to a folder you may write to.")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Unavailable(
+                f"{folder}: the disk is full; make room (`headrace cache` lists what can go) or set HEADRACE_CACHE to "
+                "a folder on another disk."
+            ) from None
+        why = error.strerror or str(error)
+        raise Unavailable(
+            f"{folder}: can't be written ({why}); set HEADRACE_CACHE to a folder you may write to."
+        ) from None
 
 
 @contextmanager
