@@ -6,6 +6,7 @@ with ``Draft``s (and with runs and cancels for its own stages). It decides nothi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
@@ -42,13 +43,16 @@ class NGram:
     """Latest places kept of an n-gram."""
     REACH = 16
     """Tokens a match is followed back."""
-    STATED = (0.0, 0.25, 0.4, 0.55, 0.68, 0.68, 0.8, 0.8, 0.8, 0.8, 0.94)
+    LENGTHS = (1, 2, 3, 5, 8, 16)
+    STATED = ((0.16, 0.5, 0.65), (0.23, 0.6, 0.67), (0.43, 0.78, 0.94), (0.4, 0.78, 0.9), (0.67, 0.86, 0.96),
+              (0.89, 0.93, 0.98))  # fmt: skip
+    """Chances by the match's length (from ``LENGTHS`` on), where places disagree, one place speaks, several agree."""
 
     def __init__(
         self,
         longest: int = 4,
         shortest: int = 1,
-        depth: int = 24,
+        depth: int = 16,
         branches: int = 2,
         drafter: int = 0,
         wanted: Callable[[], bool] | None = None,
@@ -94,7 +98,7 @@ class NGram:
             for length, place in sorted(((self._length(tokens, p, n), p) for p in places), reverse=True):
                 if found == self.branches:
                     return tuple(guesses)
-                found += self._follow(tokens, place, length, found, guesses, at)
+                found += self._follow(tokens, place, places, length, found, guesses, at)
         return tuple(guesses)
 
     def _length(self, tokens: list[int], place: int, n: int) -> int:
@@ -104,18 +108,21 @@ class NGram:
         return n
 
     def _follow(
-        self, tokens: list[int], place: int, n: int, rank: int, guesses: list[Guess], at: dict[tuple[int, int], int]
-    ) -> bool:
-        """Add the tokens from a place on; whether that was a new continuation."""
-        parent, new = -1, False
-        # A text that repeats itself runs into its own end and goes on from the place again.
-        period = len(tokens) - place
+        self, tokens: list[int], place: int, places: list[int], n: int, rank: int,
+        guesses: list[Guess], at: dict[tuple[int, int], int],
+    ) -> bool:  # fmt: skip
+        """Add the tokens from a place on, as far as ``places`` agree or not; whether that was a new continuation."""
+        parent, new, end = -1, False, len(tokens)
         for i in range(min(self.depth, 2 * n + 1)):
-            token = tokens[place + i % period]
+            # A text that repeats itself runs into its own end and goes on from the place again.
+            token = tokens[place + i % (end - place)]
+            agree = [p for p in places if tokens[p + i % (end - p)] == token]
+            sure = 0 if len(agree) < len(places) else min(len(agree), 2)
+            places = agree
             index = at.get((parent, token))
             if index is None:
                 index = at[parent, token] = len(guesses)
-                stated = self.STATED[min(n + i, 10)] * (1.0 if new else 0.5**rank)
+                stated = self.STATED[bisect_right(self.LENGTHS, n + i) - 1][sure] * (1.0 if new else 0.5**rank)
                 guesses.append(Guess(token, parent, stated, 0 if new else rank, self.drafter))
                 new = True
             parent = index
