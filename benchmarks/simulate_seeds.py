@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hash_model import LightDraft, LightModel
 from headrace.errors import BadMessage
 from headrace.run.head import Head
 from headrace.run.policy import GuessPolicy, NoGuesses
@@ -23,9 +24,7 @@ from headrace.run.schedule import Order
 from headrace.run.stage import Computer, Stage
 from headrace.run.tree import Node
 from headrace.run.types import Request, Sampling, Submit, Withdraw
-from headrace.simulate.drafter import Scripted
 from headrace.simulate.driver import Simulation, Stuck
-from headrace.simulate.model import LightDraft, LightModel
 from headrace.simulate.network import LinkSpec
 from headrace.speculate.control import Measured, Speed
 from headrace.speculate.drafters import Drafter
@@ -33,6 +32,7 @@ from headrace.speculate.grow import Growth, ModelDrafter
 from headrace.speculate.growth import Continuous, Once
 from headrace.speculate.pipeinfer import Knobs, Microbatches, PipeInfer
 from headrace.speculate.sync import Synchronous
+from scripted import Scripted
 
 VOCAB = 499
 

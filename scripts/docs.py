@@ -1,4 +1,4 @@
-"""Documents made from the code: ``docs/cli.md`` from the parsers, README's figures from ``benchmarks/results``.
+"""Documents made from the code: ``docs/cli.md`` from the parsers, tables of figures from ``benchmarks/results``.
 
 ``python scripts/docs.py`` exits with 1 when a document is behind; ``--write`` brings it up to date.
 """
@@ -23,7 +23,7 @@ from headrace.config import VARIABLES  # noqa: E402
 CLI = ROOT / "docs" / "cli.md"
 FLEXGEN = ROOT / "docs" / "flexgen.md"
 PIPEINFER = ROOT / "docs" / "pipeinfer.md"
-README = ROOT / "README.md"
+WITH_FIGURES = (ROOT / "README.md", ROOT / "docs" / "speculation.md")
 RESULTS = ROOT / "benchmarks" / "results"
 Table = tuple[list[str], list[list[Any]]]
 FIGURES = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -98,17 +98,17 @@ def pipeinfer() -> str:
 
 
 def figures(text: str) -> str:
-    """README with every table between ``<!-- figures: NAME -->`` and ``<!-- end -->`` made from NAME.json.
+    """A document with every table between ``<!-- figures: NAME -->`` and ``<!-- end -->`` made from a benchmark's JSON.
 
-    Which table a benchmark's JSON becomes is said in ``TABLES``.
+    ``TABLES`` says which, and how.
     """
 
     def fill(found: re.Match[str]) -> str:
-        path = RESULTS / f"{found[2]}.json"
+        source, make = TABLES[found[2]]
+        path = RESULTS / f"{source}.json"
         if not path.exists():
             return found[1] + found[3]
-        data = json.loads(path.read_text(encoding="utf-8"))
-        columns, rows = TABLES[found[2]](data)
+        columns, rows = make(json.loads(path.read_text(encoding="utf-8")))
         table = [columns, ["---"] * len(columns), *rows]
         lines = ["| " + " | ".join(_cell(str(cell)) for cell in row) + " |" for row in table]
         return found[1] + "\n".join(lines) + "\n" + found[3]
@@ -129,7 +129,58 @@ def _vs_llamacpp(data: Any) -> Table:
     return columns, rows
 
 
-TABLES: dict[str, Callable[[Any], Table]] = {"vs_llamacpp": _vs_llamacpp}
+def _speculation(data: Any) -> Table:
+    """Eight nodes on Gigabit."""
+    columns = [
+        "rows' cost",
+        "draft right",
+        "plain, tokens/s",
+        "sync, draft 8",
+        "sync, best",
+        "PipeInfer's, best",
+        "ours",
+    ]
+    rows = []
+    for c in data["cells"]:
+        if (c["nodes"], c["link"]) == (8, "1G"):
+            times = [f"{c[k]:.2f}" for k in ("sync8", "sync", "pipeinfer", "ours")]
+            rows.append(
+                [c["curve"], c["acceptance"], f"{c['plain']:.2f}", *times, f"{100 * c['ours'] / c['bound']:.0f}%"]
+            )
+    return [*columns, "of the bound"], rows
+
+
+def _speculation_all(data: Any) -> Table:
+    columns = [
+        "cost",
+        "nodes",
+        "a",
+        "link",
+        "plain, tokens/s",
+        "sync, draft 8",
+        "sync, best",
+        "PipeInfer's, best",
+        "ours",
+    ]
+    rows = []
+    for c in data["cells"]:
+        pipe = c["pipeinfer_setting"].removeprefix("pipeinfer ")
+        best = [f"{c['sync']:.2f} ({c['sync_setting'].removeprefix('sync ')})", f"{c['pipeinfer']:.2f} ({pipe})"]
+        place = [c["curve"], c["nodes"], c["acceptance"], c["link"], f"{c['plain']:.2f}"]
+        rows.append([*place, f"{c['sync8']:.2f}", *best, f"{c['ours']:.2f}", f"{c['bound']:.1f}"])
+    return [*columns, "bound"], rows
+
+
+def _speculation_asked(data: Any) -> Table:
+    return ["what was asked", "measured"], [[what, f"{value:.2f}"] for what, value in data["asked"].items()]
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], Table]]] = {
+    "vs_llamacpp": ("vs_llamacpp", _vs_llamacpp),
+    "speculation": ("speculation_table", _speculation),
+    "speculation_all": ("speculation_table", _speculation_all),
+    "speculation_asked": ("speculation_table", _speculation_asked),
+}
 
 
 def documents() -> Iterator[tuple[Path, str]]:
@@ -137,7 +188,8 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield CLI, command_line()
     yield FLEXGEN, flexgen_flags(FLEXGEN.read_text(encoding="utf-8"))
     yield PIPEINFER, pipeinfer()
-    yield README, figures(README.read_text(encoding="utf-8"))
+    for path in WITH_FIGURES:
+        yield path, figures(path.read_text(encoding="utf-8"))
 
 
 def behind() -> list[str]:

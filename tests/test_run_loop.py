@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hash_model import HashModel
 from headrace.cluster.loopback import Loopback
 from headrace.kernels.device import PAGE
 from headrace.run.head import Head
@@ -16,7 +17,6 @@ from headrace.run.policy import NoGuesses
 from headrace.run.schedule import Demand, Order, fill
 from headrace.run.stage import Stage
 from headrace.run.types import Committed, Draft, Emit, Finish, Guess, Request, Sampling, Submit, Withdraw
-from headrace.simulate.model import HashModel
 
 LAYERS = 6
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+from hash_model import LightDraft, LightModel
 from headrace.cluster.loopback import Loopback
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Run, Stage
 from headrace.run.types import Choice, Committed, Draft, Emit, Request, Sampling, Submit
 from headrace.simulate.driver import Simulation
-from headrace.simulate.model import LightDraft, LightModel
 from headrace.simulate.network import LinkSpec
 from headrace.speculate.calibrate import Calibration
 from headrace.speculate.control import Measured, Speed
