@@ -183,6 +183,8 @@ def test_user_text_acts_like_its_plain_text(text: str, part: str) -> None:
     assert list(marked) == list(text)
     assert marked.split() == text.split()
     assert (marked < part, marked > part, marked * 2) == (text < part, text > part, text * 2)
+    assert (marked <= part, marked >= part, 2 * marked) == (text <= part, text >= part, 2 * text)
+    assert marked != 1 and (marked == guard.mark(part)) == (text == part)
     assert {text: 1}[marked] == 1
 
 

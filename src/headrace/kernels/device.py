@@ -62,6 +62,20 @@ class KVShape:
     k_bits: int = 16
     v_bits: int = 16
 
+    @property
+    def k_nbytes(self) -> int:
+        """Bytes of one slot's K."""
+        return self.kv_heads * _head_nbytes(self.head_dim, self.k_bits)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot's K and V."""
+        return self.k_nbytes + self.kv_heads * _head_nbytes(self.head_dim, self.v_bits)
+
+
+def _head_nbytes(dim: int, bits: int) -> int:
+    return 2 * dim if bits == 16 else -(-dim // 32) * {8: 34, 4: 20}[bits]
+
 
 class BoundProgram(Protocol):
     """A compiled layer joined with its weights."""

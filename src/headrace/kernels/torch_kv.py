@@ -20,19 +20,9 @@ ALIGN = 64
 _F16_MAX = 65504.0
 
 
-def head_nbytes(dim: int, bits: int) -> int:
-    """One head's K or V of one slot: f16, or per 32 values an f16 scale, an f16 minimum (4 bit only) and the bits."""
-    return dim * 2 if bits == 16 else -(-dim // 32) * {8: 34, 4: 20}[bits]
-
-
-def record_nbytes(shape: KVShape) -> int:
-    per_head = head_nbytes(shape.head_dim, shape.k_bits) + head_nbytes(shape.head_dim, shape.v_bits)
-    return shape.kv_heads * per_head
-
-
 def page_nbytes(shape: KVShape) -> int:
     """Bytes of one (layer, page) extent, a multiple of 64."""
-    return -(-PAGE * record_nbytes(shape) // ALIGN) * ALIGN
+    return -(-PAGE * shape.nbytes // ALIGN) * ALIGN
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
@@ -83,8 +73,8 @@ class TorchKV:
     def __init__(self, shape: KVShape, pages: Tensor | NDArray[np.uint64]) -> None:
         self.shape = shape
         self.extent = page_nbytes(shape)
-        self.record = record_nbytes(shape)
-        self.split = shape.kv_heads * head_nbytes(shape.head_dim, shape.k_bits)
+        self.record = shape.nbytes
+        self.split = shape.k_nbytes
         self._table = pages if isinstance(pages, np.ndarray) else None
         self._seen: NDArray[np.uint64] | None = None
         self._pages: list[Tensor] = []

@@ -214,22 +214,13 @@ class Spec:
 
     def kv_bytes(self, key: str, k_bits: int = 16, v_bits: int = 16) -> int:
         """Bytes one token takes in a layer's cache."""
-        block = self.block(key)
-        if block is None:
-            return 0
-        return block.kv_heads * (kv_head_bytes(block.head_dim, k_bits) + kv_head_bytes(block.head_dim, v_bits))
+        shape = self.kv_shape(key, k_bits, v_bits)
+        return 0 if shape is None else shape.nbytes
 
 
 def is_vector(name: str) -> bool:
     """Norm weights and biases: kept as f32, whatever the file has."""
     return name.endswith((".bias", "norm"))
-
-
-def kv_head_bytes(head_dim: int, bits: int) -> int:
-    """Bytes of one head's K or V of one token: f16, or groups of 32 with f16 scale (8) or scale and minimum (4)."""
-    if bits == 16:
-        return 2 * head_dim
-    return -(-head_dim // 32) * {8: 34, 4: 20}[bits]
 
 
 def _shapes(*tensors: tuple[bool, str, int, int, bool]) -> Shapes:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from headrace.errors import Unsupported
+from headrace.kernels.device import KVShape
 from headrace.model.layers import Layer
-from headrace.model.spec import Spec, is_vector, kv_head_bytes
+from headrace.model.spec import Spec, is_vector
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,7 @@ class LayerCost:
 
     def kv_bytes(self, k_bits: int, v_bits: int) -> int:
         """Bytes a token takes in this layer's cache."""
-        if not self.kv_heads:
-            return 0
-        return self.kv_heads * (kv_head_bytes(self.head_dim, k_bits) + kv_head_bytes(self.head_dim, v_bits))
+        return KVShape(self.kv_heads, self.head_dim, k_bits, v_bits).nbytes
 
 
 @dataclass(frozen=True)
