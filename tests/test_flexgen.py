@@ -85,7 +85,9 @@ def test_the_same_text_wherever_everything_lies(
         disk = "read from disk" in run.out
         assert disk == (device == "torch:cpu" or asked[0] + asked[1] < 100 or asked[2] + asked[3] < 100)
     assert all(texts == found[0] for texts in found)
-    plain = Run(capsys, weights, f"{SHORT} --device {device} --overlap 0 --percent 30 30 30 30 0 100")
+    plain = Run(
+        capsys, weights, f"{SHORT} --device {device} --offload-dir {tmp_path} --overlap 0 --percent 30 30 30 30 0 100"
+    )
     assert plain.texts == found[0]
 
 
@@ -154,6 +156,7 @@ REFUSED = {
     "--prompt-len 639": "takes 640",
     "--device cpu --link 1G": "--link is for a device with memory of its own",
     "--gpu-batch 0": "must be 1 or more",
+    "--offload-dir /proc/no --percent 0 0 0 0 0 100": "choose another --offload-dir",
     "--no-such-flag": "unrecognized arguments",
 }
 

@@ -91,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     args.pin_weight = bool(args.pin_weight)
     path = find_model(args)
     folder = (args.offload_dir or config.resolve().cache / "offload").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
     from headrace.engine import load
     from headrace.jobs import flexgen
     from headrace.options import Options

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace import system
 from headrace.engine import Engine
-from headrace.errors import BadRequest
+from headrace.errors import BadRequest, Unavailable
 from headrace.formats.index import open_model
 from headrace.kernels.dispatch import TORCH
 from headrace.memory.kv_disk import least_frames
@@ -64,6 +64,8 @@ def carried_out(path: Path, policy: Policy, folder: Path, options: Options) -> t
     real = placed(cost, policy.percent, ("device" if own_memory else "host", "host", "disk"))
     rows = max(policy.rows, min(PREFILL, policy.rows * policy.prompt_len))
     on_disk = any(p.kv == "disk" for p in real.places)
+    if on_disk or real.activations == "disk":
+        make_folder(folder)
     options = replace(
         options, places=real.places, context=context, rows=rows, nexts=policy.rows, runs=policy.runs,
         sequences=policy.sequences, caches=policy.sequences, activations=real.activations,
@@ -76,6 +78,13 @@ def carried_out(path: Path, policy: Policy, folder: Path, options: Options) -> t
     options, share = _frames(replace(options, places=places), spec, cg + cc)
     shares = (0.0, wg + wc, 0.0, share, 0.0, hg + hc)
     return options, comes_out(policy.percent, shares) + " There is no device here: its shares are the host's."
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unavailable(f"{folder}: can't be made ({error.strerror}); choose another --offload-dir.") from None
 
 
 def _frames(options: Options, spec: Spec, share: float) -> tuple[Options, float]:
