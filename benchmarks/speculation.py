@@ -86,9 +86,9 @@ def prompts(categories: tuple[str, ...], count: int) -> list[str]:
     return found
 
 
-def lookup(path: Path, threads: int, count: int, tokens: int, rounds: int) -> dict[str, Any]:
+def lookup(path: Path, threads: int, count: int, tokens: int, rounds: int, both: bool) -> dict[str, Any]:
     """Tokens/s of each side over all prompts, by round."""
-    sides = [("headrace", "none"), ("headrace", "ngram"), ("llamacpp", "none"), ("llamacpp", "ngram")]
+    sides = [(side, drafter) for side in ("headrace", "llamacpp")[: 1 + both] for drafter in ("none", "ngram")]
     names = {side: "-".join(side) for side in sides}
     workers = {names[s]: Worker(f"{s[0]}:{s[1]}", path, threads, Path(__file__)) for s in sides}
     samples: dict[str, list[float]] = {name: [] for name in workers}
@@ -127,7 +127,7 @@ def lookup(path: Path, threads: int, count: int, tokens: int, rounds: int) -> di
         "prompts": len(texts), "tokens": tokens, "medians": middle, "medians_by_cpu": by_cpu, "guesses": guesses,
         "gain": round(middle["headrace-ngram"] / middle["headrace-none"], 3),
         "gain_by_cpu": round(by_cpu["headrace-ngram"] / by_cpu["headrace-none"], 3),
-        "gain_llamacpp": round(middle["llamacpp-ngram"] / middle["llamacpp-none"], 3),
+        "gain_llamacpp": round(middle["llamacpp-ngram"] / middle["llamacpp-none"], 3) if both else None,
         "samples": {k: [round(x, 2) for x in v] for k, v in samples.items()},
     }  # fmt: skip
 
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=5, help="of each of the two kinds")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--only", choices=("lookup", "useless"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -186,7 +187,7 @@ def main() -> None:
     if args.only != "lookup":
         result["useless"] = useless(path, args.threads, args.tokens, args.rounds)
     if args.only != "useless":
-        result["lookup"] = lookup(path, args.threads, args.prompts, args.tokens, args.rounds)
+        result["lookup"] = lookup(path, args.threads, args.prompts, args.tokens, args.rounds, not args.alone)
     text = json.dumps(result, indent=1)
     print(text)
     if args.out:

@@ -108,3 +108,20 @@ def test_drafters_that_cannot_be_are_refused(tiny: Path, tmp_path: Path) -> None
         with pytest.raises(kind) as told:
             load(tiny, Options(threads=1, context=256, **options))
         assert says in str(told.value)
+
+
+def test_a_kept_cache_goes_on_with_guesses(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation: each turn continues what was computed, drafters hear the whole text anew."""
+    monkeypatch.setattr(serial, "START", 1e9)
+
+    def turns(**more: Any) -> list[str]:
+        said, text = [], PROMPTS[0]
+        with load(tiny, Options(threads=1, context=512, **more)) as engine:
+            for _ in range(3):
+                stream = engine.stream(text, max_tokens=20, ignore_eos=True, keep=True)
+                said.append("".join(piece.text for piece in stream))
+                text += " and so on"
+            assert engine.head.check_integrity() == []
+        return said
+
+    assert turns(drafter=("ngram", tiny)) == turns()

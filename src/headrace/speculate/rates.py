@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-PRIOR = 0.15
+PRIOR = 0.3
 """What a further row is thought to cost, of a one-row pass, until it was tried."""
 
 
