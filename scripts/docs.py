@@ -175,8 +175,21 @@ def _speculation_asked(data: Any) -> Table:
     return ["what was asked", "measured"], [[what, f"{value:.2f}"] for what, value in data["asked"].items()]
 
 
+def _ablation(data: Any) -> Table:
+    columns, rows = ["without", "tokens/s", "of everything", "streamed or crossed", "waited for it"], []
+    for name, c in data["cases"].items():
+        if "refused" in c:
+            rows.append([name, "refused: doesn't fit", "", "", ""])
+            continue
+        moved = f"{c['read_gb'] or c['crossed_gb']:.1f} GB"
+        share = f"{100 * c['of_everything']:.0f}%"
+        rows.append([name, f"{c['tokens_per_s']:.2f}", share, moved, f"{100 * c['waited_share']:.0f}%"])
+    return columns, rows
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], Table]]] = {
     "vs_llamacpp": ("vs_llamacpp", _vs_llamacpp),
+    "ablation": ("ablation", _ablation),
     "speculation": ("speculation_table", _speculation),
     "speculation_all": ("speculation_table", _speculation_all),
     "speculation_asked": ("speculation_table", _speculation_asked),
