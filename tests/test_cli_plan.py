@@ -65,8 +65,8 @@ def test_a_plan_is_printed_written_and_run(
     plan = Plan.from_json(Path(file).read_text())
     assert any(p.streams for p in plan.places)
     common = ["run", "-m", big, "-c", "96", "--raw", "-n", "6", "--ignore-eos", "--json", *machine, "abc"]
-    texts = {}
-    for name, more in (("plain", []), ("plan", ["--plan", file]), ("ram", ["--ram", "140M"])):
+    texts, ram = {}, f"{least(capsys, big, machine) - 24}M"
+    for name, more in (("plain", []), ("plan", ["--plan", file]), ("ram", ["--ram", ram])):
         answer = json.loads(said(capsys, *common, *more)[0])
         texts[name] = answer["text"]
         assert ("predicted" in answer["figures"]) == (name != "plain"), name

@@ -37,7 +37,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture
 def loaded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands find the model loaded already."""
-    monkeypatch.setattr(g, "load", lambda args, **more: nullcontext(engine))
+    monkeypatch.setattr(g, "load", lambda args, *work, **more: nullcontext(engine))
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> tuple[str, str]:

@@ -5,7 +5,10 @@ The loop's own seconds, of Python and not of a device, are measured here too, wi
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +18,11 @@ import numpy as np
 
 from headrace import system
 from headrace.cluster.loopback import Loopback
-from headrace.errors import BadFile, HeadraceError
-from headrace.formats.files import atomic, free_bytes
+from headrace.errors import BadFile, HeadraceError, Unavailable
+from headrace.formats.files import atomic, free_bytes, read_text
+from headrace.kernels.cpu import CpuDevice
 from headrace.kernels.device import Device
+from headrace.kernels.dispatch import make_device
 from headrace.plan import probe
 from headrace.plan.machine import Machine
 from headrace.run.head import Head
@@ -47,18 +52,17 @@ def where(cache: Path) -> Path:
 def kept(device: Device, cache: Path) -> Machine | None:
     """The constants measured before, if they are of this machine."""
     try:
-        found = Machine.from_json(where(cache).read_text())
-    except (OSError, HeadraceError):
+        found = Machine.from_json(read_text(where(cache), "machine's file"))
+    except HeadraceError:
         return None
     return found if found.name == name_of(device) else None
 
 
 def read(path: Path) -> Machine:
     """A machine's file as a user gives it. BadFile says what is wrong with it."""
+    text = read_text(path, "machine's file")
     try:
-        return Machine.from_json(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadFile(f"{path}: the machine's constants can't be read ({error}).") from None
+        return Machine.from_json(text)
     except HeadraceError as error:
         raise BadFile(f"{path}: {error}") from None
 
@@ -73,22 +77,33 @@ def machine(
     disk_rate: float = 0.0,
     again: bool = False,
     tell: Callable[[str], None] | None = None,
+    apart: bool = False,
 ) -> Machine:
     """This machine: as kept in ``cache``, with what that lacks (a format, KV bits) measured now, and kept.
 
     disk: a large file on the disk that weights stream from; where there is none, one is written for the while.
-    disk_rate: bytes/s, not measured then, and not kept.
+    disk_rate: bytes/s, not measured then, and not kept. apart: measure in a process of its own, whose memory isn't
+    this one's.
     """
     found = None if again else kept(device, cache)
     bits = f"{kv[0]}/{kv[1]}"
-    if found is None:
-        if tell is not None:
-            tell("Measuring this machine, once (some seconds) ...")
-        found = _measured(device, cache, formats, kv, disk, disk_rate)
-    elif any(fmt not in found.computes[0].formats for fmt in formats) or bits not in found.computes[0].attends:
-        found = _more(found, device, formats, kv)
-    else:
+    known = found is not None and all(f in found.computes[0].formats for f in formats)
+    if found is not None and known and bits in found.computes[0].attends:
         return _with_rate(found, disk_rate)
+    if found is None and tell is not None:
+        tell("Measuring this machine, once (some seconds) ...")
+    if apart:
+        work = [device.threads, device.path] if isinstance(device, CpuDevice) else [1, ""]
+        asked = json.dumps([*work, str(cache), list(formats), kv, disk and str(disk), disk_rate, again])
+        done = subprocess.run([sys.executable, "-m", "headrace.measured", asked], capture_output=True, text=True)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no word"]
+            raise Unavailable(f"This machine can't be measured ({last[0]}); give its constants (--machine).")
+        return Machine.from_json(done.stdout)
+    if found is None:
+        found = _measured(device, cache, formats, kv, disk, disk_rate)
+    else:
+        found = _more(found, device, formats, kv)
     if not disk_rate:
         cache.mkdir(parents=True, exist_ok=True)
         with atomic(where(cache)) as file:
@@ -175,3 +190,17 @@ def loop_costs(tokens: int = 24) -> tuple[float, float]:
     few, deep, wide = (min(seconds(*shape) for _ in range(3)) for shape in ((1, 4), (1, 36), (48, 4)))
     row = max(0.0, (wide - few) / 47)
     return max(0.0, (deep - row) / 36), row
+
+
+def main(asked: str) -> None:
+    """The process that ``machine`` measures in."""
+    threads, path, cache, formats, kv, disk, rate, again = json.loads(asked)
+    device = make_device(threads=threads, cpu=path or None)
+    found = machine(
+        device, Path(cache), formats, (kv[0], kv[1]), disk=Path(disk) if disk else None, disk_rate=rate, again=again
+    )
+    print(found.to_json())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -7,19 +7,22 @@ Every shape is placed by ``placement.place``, which counts all memory as loading
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from headrace import measured
 from headrace.config import resolve
-from headrace.errors import BadFile, BadRequest, HeadraceError, OverBudget
+from headrace.errors import BadFile, BadRequest, HeadraceError, OverBudget, Unavailable
+from headrace.formats.files import read_text
 from headrace.formats.index import ModelFile
 from headrace.formats.requant import FORMATS, TABLE
 from headrace.formats.tensor import BLOCKS
 from headrace.kernels.device import PAGE, Device
+from headrace.memory.ahead import BUFFERS
 from headrace.memory.budget import Budget
 from headrace.memory.kv_disk import least_frames, usual_frames
 from headrace.memory.slots import pages_for
@@ -30,8 +33,9 @@ from headrace.model.names import Source
 from headrace.model.spec import is_vector
 from headrace.options import Choice, Options
 from headrace.placement import Sizes, cache_pages, context_of, place
-from headrace.plan.cost import Costing, Knobs, Prediction
-from headrace.plan.machine import Machine
+from headrace.plan.cost import Costing, Knobs, Option, Prediction, Use
+from headrace.plan.machine import Compute, Machine, Tier
+from headrace.plan.pace import paced
 from headrace.plan.plan import Place, Plan, spread
 from headrace.plan.search import Candidate, Found, Gain, why
 from headrace.plan.sizes import ModelCost, Workload
@@ -48,6 +52,7 @@ cache on disk, of one without. Such a plan costs the disk's use, and is less sur
 SLACK = 8 << 20
 """Bytes that looking for a plan takes itself, or reading a printed one."""
 PLAIN = Place("host", "host", "host", "host")
+NOWHERE = Machine("", (Tier("host", 0, 1.0, 1.0),), (), (Compute("host", ((1, 1.0),)),))
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,8 @@ class Planner:
 
     # --- one shape --------------------------------------------------------------------------------------
 
-    def placed(self, shape: Options) -> Shape:
-        """Where everything lies, and what it takes. OverBudget when it doesn't fit."""
-        pages, budget = self._all_pages(shape), Budget(shape.ram)
-        streamed = place(budget, self.device, self.model, pages, shape, sizes=self.sizes)
+    def placed(self, shape: Options, pages: int, budget: Budget, streamed: list[int]) -> Shape:
+        """What a shape that fits takes."""
         places = self._places(shape, pages, streamed)
         knobs = self._knobs(shape, pages, self.choice.work)
         frames = shape.kv_frames or 0
@@ -185,7 +188,11 @@ class Planner:
             self._costings[work, knobs] = Costing(self.cost, self.machine, work, knobs)
         costing = self._costings[work, knobs]
         kinds = Counter(zip(self.kinds, plan.places, strict=True))
-        p = costing.times([(costing.option(self.cost.layers[i], p), n) for (i, p), n in kinds.items()], {})
+        options = {kind: costing.option(self.cost.layers[kind[0]], kind[1]) for kind in kinds}
+        p = costing.times([(options[kind], n) for kind, n in kinds.items()], {})
+        if any(place.streams for place in plan.places):
+            order = [options[kind] for kind in zip(self.kinds, plan.places, strict=True)]
+            p = replace(p, prefill_pass=_paced(order, "prefill"), decode_pass=_paced(order, "decode"))
         # Sequences of a length end together, so those that are left make a block of their own.
         left = work.batch % together
         rest = self.predict(plan, replace(work, batch=left)).block_seconds if left else 0.0
@@ -195,15 +202,24 @@ class Planner:
 
     def all(self) -> list[Shape]:
         """Every shape that fits, the fastest first. OverBudget, with the numbers of the smallest, when none does."""
-        found, refusal = [], None
-        for shape in self.shapes():
-            try:
-                found.append(self.placed(shape))
-            except (OverBudget, BadFile) as error:
-                refusal = refusal or error  # the first shape is the smallest
-        if not found:
-            raise refusal or BadRequest("Nothing is left to choose from: every shape is ruled out by what is pinned.")
+        found = [self.placed(*fitting) for fitting in self.fitting()]
         return sorted(found, key=lambda s: (s.candidate.seconds, s.streamed, s.options.sequences, s.options.rows))
+
+    def fitting(self) -> Iterator[tuple[Options, int, Budget, list[int]]]:
+        """Shapes that fit, with pages of cache, ledger and streamed layers; OverBudget when there is none."""
+        refusal: HeadraceError | None = None
+        none = True
+        for shape in self.shapes():
+            pages, budget = self._all_pages(shape), Budget(shape.ram)
+            try:
+                streamed = place(budget, self.device, self.model, pages, shape, sizes=self.sizes)
+            except (OverBudget, BadFile, Unavailable) as error:
+                refusal = refusal or error  # the first shape is the smallest
+                continue
+            none = False
+            yield shape, pages, budget, streamed
+        if none:
+            raise refusal or BadRequest("Nothing is left to choose from: every shape is ruled out by what is pinned.")
 
     def best(self) -> list[Shape]:
         """As ``all``; first the plan to take: one where everything fits in memory, unless another is really faster."""
@@ -238,6 +254,12 @@ class Planner:
             seconds = Planner(self.device, self.model, options, machine, self.name).best()[0].candidate.seconds
             out.append(Gain(what, best.seconds / seconds))
         return tuple(out)
+
+
+def _paced(order: Sequence[Option], phase: str) -> float:
+    """Seconds of a pass with reads into a few buffers; a cache on disk is read ahead like weights."""
+    uses: list[Use] = [getattr(option, phase) for option in order]
+    return paced([(use.busy["compute host"], use.busy.get("disk", 0.0)) for use in uses], BUFFERS)
 
 
 def cost_of(device: Device, model: Model, name: str) -> ModelCost:
@@ -288,7 +310,7 @@ def machine_for(device: Device, model: Model, options: Options, disk_rate: float
     file = model.file.paths[0] if model.file.paths else None
     return measured.machine(
         device, resolve().cache, formats, options.kv_bits, disk=file, disk_rate=disk_rate, again=again,
-        tell=options.tell,
+        tell=options.tell, apart=True,
     )  # fmt: skip
 
 
@@ -298,6 +320,7 @@ def decide(device: Device, model: Model, options: Options) -> tuple[Options, Exp
     assert choice is not None
     if not known(device, choice) if options.places is not None else plain_fits(device, model, options):
         return replace(options, choice=None), None
+    next(Planner(device, model, options, NOWHERE).fitting())  # what can't fit is refused before anything is measured
     planner = Planner(device, model, options, machine_for(device, model, options))
     shape = planner.best()[0]
     return shape.options, lambda work: planner.predict(shape.candidate.plan, work)
@@ -335,16 +358,13 @@ def pinned(options: Options, plan: Plan) -> Options:
 
 def read_plan(path: Path) -> Plan:
     """A plan from a file: as ``plan --json`` prints it, or the plan alone."""
-    import json
-
+    text = read_text(path, "plan")
     try:
-        text = path.read_text()
         whole = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise BadFile(f"{path}: the plan can't be read ({error}).") from None
-    try:
         inner = whole.get("plan") if isinstance(whole, dict) else None
         return Plan.from_json(json.dumps(inner) if isinstance(inner, dict) else text)
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"{path}: is no plan, which is JSON ({error}); make one with `headrace plan -o`.") from None
     except HeadraceError as error:
         raise BadFile(f"{path}: {error}") from None
 

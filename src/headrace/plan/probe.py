@@ -1,12 +1,14 @@
 """Measures this machine: matrix products at several row counts, attention, memory, disk. The planner's only numbers.
 
-Everything goes through a ``Device`` or a file, so that a GPU is probed by the same code. Rates are the best of a few
-tries: noise only ever slows.
+Everything goes through a ``Device`` or a file, so that a GPU is probed by the same code. Rates are medians of a few
+tries.
 """
 
 from __future__ import annotations
 
 import mmap
+import statistics
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +82,7 @@ def probe(
     links: list[Link] = []
     sources = {"device": f"{device.name}, width {width}, measured"}
     if disk is not None:
-        read = disk.rate or disk_rate(disk.path, WEIGHTS, 4, 0.7)
+        read = disk.rate or disk_rate(disk.path, WEIGHTS, 4, 1.5)
         small = 0.0 if disk.rate else pages_cost(disk.path, read)
         write = disk.write or read / 2
         tiers.append(Tier("disk", disk.capacity, read, write))
@@ -140,7 +142,7 @@ def matmul_curve(
             for step in some:
                 step.run(x, run, None)
 
-        seconds = _best(go)
+        seconds = _usual(go)
         first = first or seconds
         curve.append((count, 2.0 * count * len(some) * 8 * width * width / seconds))
     return tuple(curve), size * len(steps), first
@@ -168,14 +170,14 @@ def attend_rate(
     rows = _rows([(length, each)] * sequences)
     x = np.zeros((rows.count, wide), np.float32)
     seen = sum(length - each + 1 + i for i in range(each)) * sequences
-    return 4.0 * wide * seen / _best(lambda: program.run(x, {}, rows, kv))
+    return 4.0 * wide * seen / _usual(lambda: program.run(x, {}, rows, kv))
 
 
 def overhead(device: Device, width: int) -> float:
     """Seconds of a step that computes next to nothing."""
     program = device.compile((Scale("x", 1.0),), width).bind({})
     rows, x = _rows([(1, 1)]), np.zeros((1, width), np.float32)
-    return _best(lambda: [program.run(x, rows, None) for _ in range(50)]) / 50
+    return _usual(lambda: [program.run(x, rows, None) for _ in range(50)]) / 50
 
 
 def linear_cost(device: Device, count: int = 8) -> float:
@@ -184,7 +186,7 @@ def linear_cost(device: Device, count: int = 8) -> float:
     program = device.compile(ops, 64)
     step = program.bind(_weights(device, "Q8_0", {f"w{i}": (64, 64) for i in range(count)}))
     rows, x = _rows([(1, 1)]), np.zeros((1, 64), np.float32)
-    return _best(lambda: [step.run(x, rows, None) for _ in range(10)]) / 10 / count
+    return _usual(lambda: [step.run(x, rows, None) for _ in range(10)]) / 10 / count
 
 
 def value_cost(device: Device, width: int = 2048, rows: int = 64) -> float:
@@ -192,7 +194,7 @@ def value_cost(device: Device, width: int = 2048, rows: int = 64) -> float:
     ops: tuple[Op, ...] = (Norm("h", "x", "norm"), Act("h", "h", "silu"), Add("x", "h"))
     step = device.compile(ops, width).bind(_weights(device, "F32", {"norm": (1, width)}))
     run, x = _rows([(1, 1)] * rows), np.zeros((rows, width), np.float32)
-    return _best(lambda: step.run(x, run, None)) / (2 * rows * width)
+    return _usual(lambda: step.run(x, run, None)) / (2 * rows * width)
 
 
 def pages_cost(path: Path, rate: float, nbytes: int = 32 << 10) -> float:
@@ -200,9 +202,11 @@ def pages_cost(path: Path, rate: float, nbytes: int = 32 << 10) -> float:
     return max(0.0, nbytes / disk_rate(path, nbytes, 16, 0.4) - nbytes / rate)
 
 
-def disk_rate(path: Path, request: int = REQUEST, readers: int = 4, seconds: float = 2.0) -> float:
-    """Bytes/s of direct reads of ``request`` bytes, several at a time, going through the file in turn."""
+def disk_rate(path: Path, request: int = REQUEST, readers: int = 4, seconds: float = 2.0, span: int = 0) -> float:
+    """Bytes/s of direct reads of ``request`` bytes, several at a time, going through the file (or its first ``span``
+    bytes) in turn."""
     size = path.stat().st_size // request * request if path.is_file() else 0
+    size = min(size, span // request * request or size)
     if size < request or request % ALIGN:
         raise Unsupported(f"{path}: the disk is measured on a file of at least {request} bytes, read in whole pages.")
     file = DirectFile(path)
@@ -211,7 +215,7 @@ def disk_rate(path: Path, request: int = REQUEST, readers: int = 4, seconds: flo
 
     def reader() -> None:
         nonlocal next_offset, done
-        buffer = memoryview(mmap.mmap(-1, request))
+        buffer = _large(request)
         while perf_counter() - start < seconds:
             with lock:
                 offset, next_offset = next_offset, (next_offset + request) % size
@@ -233,17 +237,28 @@ def disk_rate(path: Path, request: int = REQUEST, readers: int = 4, seconds: flo
     return done / elapsed
 
 
-def _best(action: Callable[[], object], tries: int = 3) -> float:
-    """The least seconds of a few tries after one to warm up."""
+def _large(nbytes: int) -> memoryview:
+    """Memory in 2 MiB pages where the system has them, as layers are read into: with small ones a direct read of a
+    few MiB falls into hundreds of pieces."""
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}  # shared: small pages
+    memory = mmap.mmap(-1, nbytes + (2 << 20), **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    whole[::ALIGN] = 0
+    start = -whole.ctypes.data % (2 << 20)
+    return whole[start : start + nbytes].data
+
+
+def _usual(action: Callable[[], object], tries: int = 5) -> float:
+    """The median seconds of a few tries after one to warm up: on a machine that others use too, the best is luck."""
     action()
-    best, begun = float("inf"), perf_counter()
-    for turn in range(tries):
+    took: list[float] = []
+    while len(took) < tries and (len(took) < 3 or sum(took) < 0.5):
         start = perf_counter()
-        if turn > 1 and start - begun > 0.5:
-            break
         action()
-        best = min(best, perf_counter() - start)
-    return max(best, 1e-9)
+        took.append(perf_counter() - start)
+    return max(statistics.median(took), 1e-9)
 
 
 def _weights(device: Device, fmt: str, shapes: dict[str, tuple[int, int]]) -> dict[str, Any]:
