@@ -43,7 +43,7 @@ def said(engine: Engine, ids: list[int], width: int) -> list[Choice]:
     stage, found = Stage(0, total, total), []
     for number, start in enumerate(range(0, len(ids), ROWS)):
         part = range(start, min(len(ids), start + ROWS))
-        ops = (Append(0, tuple(part), tuple(ids[i] for i in part)), Params(0, Sampling(logprobs=width)))
+        ops = (Append(0, tuple(part), tuple(ids[i] for i in part)), Params(0, Sampling(logprobs=width + 1)))
         rows = tuple(Row(0, i, ids[i], i, wanted=True) for i in part)
         effects = stage.on_event(RunMessage(0, number, False, ops, rows), 0.0)
         while isinstance(step := effects[0], Step):

@@ -9,7 +9,7 @@ from headrace.cluster.loopback import Loopback
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Run, Stage
-from headrace.run.types import Choice, Committed, Draft, Emit, Request, Sampling, Submit
+from headrace.run.types import Choice, Committed, Draft, Emit, Params, Request, RunMessage, Sampling, Submit
 from headrace.simulate.driver import Simulation
 from headrace.simulate.network import LinkSpec
 from headrace.speculate.calibrate import Calibration
@@ -101,6 +101,15 @@ def test_a_drafter_equal_to_the_target_is_always_right() -> None:
             sim, text = simulate(1.0, request, stages)
             assert text == LightModel(4, 499, 1).plain(request)[0]
             assert sim.head.counts.accepted >= 50
+
+
+def test_the_draft_model_is_asked_for_the_whole_width() -> None:
+    """The chosen token is among the likeliest when greedy, so a width of n needs n of them beside it."""
+    drafter = ModelDrafter(40, Continuous(lambda r: 1.0, width=3), most=96)
+    effects = drafter.on_event(Committed(0, 0, (1, 2, 3), sampling=Sampling(temperature=0.5)), 0.0)
+    runs = [e for e in effects if isinstance(e, RunMessage)]
+    asked = [op.sampling for op in runs[0].ops if isinstance(op, Params)]
+    assert [(s.logprobs, s.temperature) for s in asked] == [(1 + 3, 0.5)]
 
 
 def test_a_drafter_that_errs_costs_time_and_nothing_else() -> None:

@@ -148,7 +148,7 @@ class ModelDrafter:
             self.grown[event.seq] = grown = Grown(event.seq, lease, tokens, root)
             self._turn.append(event.seq)
             sampling = event.sampling or Sampling()
-            self._ops.append(Params(event.seq, replace(sampling, logprobs=self.growth.width)))
+            self._ops.append(Params(event.seq, replace(sampling, logprobs=min(self.growth.width, 20) + 1)))
             self.growth.started(grown, False)
             return
         known = self.grown.get(event.seq)
