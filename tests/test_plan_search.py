@@ -14,6 +14,7 @@ from headrace.model.families import from_config
 from headrace.plan.cost import evaluate
 from headrace.plan.explain import explain
 from headrace.plan.machine import Compute, Link, Machine, Tier
+from headrace.plan.pace import paced
 from headrace.plan.plan import Place, Plan
 from headrace.plan.search import Found, places, search, shapes
 from headrace.plan.sizes import LayerCost, ModelCost, Workload, opt
@@ -272,3 +273,20 @@ def test_shapes_cover_the_whole_batch() -> None:
         tried = {(k.rows, k.runs) for k in shapes(m, on, Workload(8, 8, batch), 16, 16, 1)}
         assert (1, 1) in tried and all(r * k <= batch for r, k in tried)
         assert max(r * k for r, k in tried) >= min(batch, 256) * 0.9
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.sampled_from([0.0, 0.5, 2.0])), min_size=1, max_size=8), st.integers(1, 4)
+)
+def test_a_paced_pass_is_between_its_bounds(layers: list[tuple[float, float]], buffers: int) -> None:
+    computed, read = (sum(part) for part in zip(*layers, strict=True))
+    seconds = paced(layers, buffers, passes=12)
+    assert max(computed, read) * (1 - 1e-9) <= seconds <= (computed + read) * (1 + 1e-9)
+    assert paced(layers, buffers + 1, passes=12) <= seconds * (1 + 1e-9) + 1e-9
+
+
+def test_a_long_layer_hides_only_as_many_reads_as_there_are_buffers() -> None:
+    short = [(0.0, 1.0)] * 10
+    assert paced([*short, (10.0, 0.0)], 3) == pytest.approx(17.0)  # 7 of 10 reads are waited for
+    assert paced([*short, (10.0, 0.0)], 10) == pytest.approx(10.0)
+    assert paced([(1.0, 0.0)] * 4, 1) == 4.0
