@@ -19,6 +19,7 @@ from helpers_text import byte_library
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+SLOW = pytest.mark.slow
 BLOCKS = 6
 SHORT = "--prompt-len 12 --gen-len 4 --gpu-batch-size 2 --num-gpu-batches 2 "
 
@@ -103,7 +104,9 @@ PUBLISHED = [  # facts of its paper and suite: policies of 6.7B, 30B and 175B, l
 ]
 
 
-@pytest.mark.parametrize("argv", PUBLISHED)
+@pytest.mark.parametrize(
+    "argv", [a if i in (2, 4, 5) else pytest.param(a, marks=SLOW) for i, a in enumerate(PUBLISHED)]
+)
 def test_published_command_lines(argv: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts: dict[tuple[bool, bool], list[str]] = {}
     for device, exact in product(("torch:cpu", "cpu"), (True, False)):

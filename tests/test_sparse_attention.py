@@ -132,7 +132,7 @@ def test_a_row_that_isnt_finite_fails_alone() -> None:
         assert bad[~broken].tobytes() == good[~broken].tobytes()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 700), st.floats(0.01, 0.99), st.integers(1, 40))
 def test_scratch_holds_whatever_is_run(count: int, keep: float, chunk: int) -> None:
     device = cpu(2)
