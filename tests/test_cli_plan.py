@@ -64,14 +64,14 @@ def test_a_plan_is_printed_written_and_run(
     assert len(whole["others"]) == 5 and set(whole["gains"]) == {"+1 GB of memory", "disk twice as fast"}
     plan = Plan.from_json(Path(file).read_text())
     assert any(p.streams for p in plan.places)
-    common = ["run", "-m", big, "-c", "96", "--raw", "-n", "6", "--ignore-eos", "--json", *machine, "abc"]
+    common = ["run", "-m", big, "-c", "96", "--raw", "-n", "6", "--ignore-eos", "--json", "abc"]
     texts, ram = {}, f"{least(capsys, big, machine) - 24}M"
-    for name, more in (("plain", []), ("plan", ["--plan", file]), ("ram", ["--ram", ram])):
+    for name, more in (("plain", []), ("plan", ["--plan", file, *machine]), ("ram", ["--ram", ram, *machine])):
         answer = json.loads(said(capsys, *common, *more)[0])
         texts[name] = answer["text"]
         assert ("predicted" in answer["figures"]) == (name != "plain"), name
     assert len(set(texts.values())) == 1
-    _, err = said(capsys, *[a for a in common if a != "--json"], "--plan", file)
+    _, err = said(capsys, *[a for a in common if a != "--json"], "--plan", file, *machine)
     assert "· plan " in err
     _, err = said(capsys, *common, "--plan", file, "--kv-bits", "8/4", status=2)
     assert "--kv-bits" in err and len(err.splitlines()) == 1

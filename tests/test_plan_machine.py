@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BadFile, HeadraceError, Unsupported
@@ -15,6 +19,9 @@ from headrace.plan.machine import Compute, Link, Machine, Tier
 from headrace.plan.plan import Place, Plan, spread
 from headrace.plan.probe import REQUEST, Disk, disk_rate, measure, probe
 from reference_device import ReferenceDevice
+
+settings.register_profile("plan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("plan")
 
 RATES = st.floats(1.0, 1e15)
 SIZES = st.integers(0, 1 << 50)
@@ -93,6 +100,60 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
     with pytest.raises(BadFile):
         Machine.from_json(text)
+
+
+WRONG = [
+    None,
+    -1,
+    -1e308,
+    float("nan"),
+    float("inf"),
+    "x",
+    "",
+    [],
+    {},
+    True,
+    10**400,
+    1e30,
+    1e-320,
+    [[]],
+    [1],
+    {"a": 1},
+]
+
+
+def _everywhere(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value of a JSON text but the first."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield (*at, key)
+        yield from _everywhere(data[key], (*at, key))
+
+
+def test_no_number_of_a_machine_may_be_what_plans_cant_reckon_with() -> None:
+    more = {"formats": {"Q8_0": ((1, 2e9), (4, 3e9))}, "attends": {"8/4": (1e9, 2e9)}}
+    m = three()
+    text = dataclasses.replace(m, computes=(dataclasses.replace(m.computes[0], **more),)).to_json()
+    for way in _everywhere(json.loads(text)):
+        for wrong in WRONG:
+            data = json.loads(text)
+            *into, last = way
+            reduce(getitem, into, data)[last] = wrong
+            try:
+                made = Machine.from_json(json.dumps(data))
+            except HeadraceError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300
+                continue
+            for part in (*made.tiers, *made.links, *made.computes):
+                for value in dataclasses.astuple(part):
+                    assert not isinstance(value, int | float) or 0 <= value <= 1e24, (way, wrong)
+            for c in made.computes:
+                assert not c.matmul or (0 < c.rate(3) < 1e25 and 0 < c.rate(3, "Q8_0") < 1e25), (way, wrong)
+                assert all(0 < rate < 1e25 for pair in c.attends.values() for rate in pair)
+
+
+def test_json_nested_too_deep_is_refused() -> None:
+    with pytest.raises(BadFile):
+        Machine.from_json("[" * 100_000)
 
 
 def three() -> Machine:
@@ -180,7 +241,3 @@ def test_the_probe_refuses_what_it_cant_measure(tmp_path: Path) -> None:
             disk_rate(path)
     with pytest.raises(Unsupported, match="ascending"):
         measure(ReferenceDevice(), "host", rows=(4, 2))
-
-
-settings.register_profile("plan", deadline=None)
-settings.load_profile("plan")

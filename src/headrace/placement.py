@@ -231,7 +231,9 @@ def placed_on_disk(model: Model, options: Options, blocks: Sequence[int]) -> lis
     """The layers that ``options.places`` let stream; Unsupported for what this device can't do."""
     places = options.places or ()
     if len(places) != len(model.layers):
-        raise Unsupported(f"{len(places)} places are given and the model has {len(model.layers)} layers.")
+        raise Unsupported(
+            f"The plan places {len(places)} layers and the model has {len(model.layers)}; make a plan for this model."
+        )
     for i, (layer, p) in enumerate(zip(model.layers, places, strict=True)):
         if p.compute != "host" or p.weights not in ("host", "disk") or p.kv not in ("host", "disk"):
             raise Unsupported(f"Layer {layer.key} can't be placed as {p}: the CPU computes from host and disk.")

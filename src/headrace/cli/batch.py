@@ -13,6 +13,7 @@ from headrace.cli.options import add_model, add_trace
 from headrace.cli.parser import whole
 from headrace.cli.planned import expected, expected_line, outlook
 from headrace.cli.show import human, note
+from headrace.errors import BadRequest
 from headrace.store import known
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     progress = Progress()
     work = outlook(args.input)
     pinned = {name: value for name in USUAL if (value := getattr(args, name)) is not None}
+    if args.plan is not None and pinned:
+        raise BadRequest(f"{args.plan} says how many {' and '.join(pinned)}; leave them out, or plan anew.")
     with load(args, work, {*USUAL, "caches"} - set(pinned), caches=0, **USUAL | pinned) as engine:
         names = None if args.any_model else names_of(args.model, engine.parts.name)
         batch = Batch(engine, args.input, args.output, args.seed, names, args.restart, progress)

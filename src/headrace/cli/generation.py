@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace import config, system
 from headrace.cli.planned import choosing, expected_json, expected_line
 from headrace.cli.show import Bar, human, note
-from headrace.errors import BadFile, BadRequest
+from headrace.errors import BadFile, BadRequest, Unavailable
+from headrace.formats.files import atomic
 from headrace.store.find import find
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def load(
 
     work: what it is loaded for: prompt tokens, new tokens, sequences; about. free: what --ram lets the planner choose.
     """
-    if args.trace and not args.trace.parent.is_dir():
-        raise BadRequest(f"{args.trace}: there is no such folder for the trace; make it first.")
+    writable(args.trace, "trace")
     path = find_model(args)
     from headrace.engine import load  # the heavy part: after anything that can fail early
 
@@ -288,10 +288,32 @@ def figures_json(
     }
 
 
+def writable(path: Path | None, what: str) -> None:
+    """BadRequest where a file of that name can't be, before anything is computed for it."""
+    if path is not None and path.is_dir():
+        raise BadRequest(f"{path}: is a folder; give the {what} a file's name.")
+    if path is not None and not path.parent.is_dir():
+        raise BadRequest(f"{path}: there is no such folder for the {what}; make it first.")
+
+
+def write_file(path: Path, text: str) -> None:
+    """The whole text, or what was there before; also to what is no plain file, like /dev/stdout."""
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")
+            return
+        with atomic(path) as file:
+            file.write(text.encode())
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Unavailable(f"{path}: can't be written ({error.strerror}); make room or choose another place.") from None
+
+
 def write_trace(args: argparse.Namespace, engine: Engine) -> None:
     """What ``--trace`` asks for."""
     if args.trace:
-        args.trace.write_text(engine.trace(), encoding="utf-8")
+        write_file(args.trace, engine.trace())
 
 
 def dim(text: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import config, system
+from headrace.cli.generation import writable, write_file
 from headrace.cli.options import KV_HELP, REQUANT_HELP
 from headrace.cli.parser import kv_bits, size, whole
 from headrace.cli.planned import MACHINE_HELP
@@ -82,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
     from headrace.kernels.dispatch import make_device
     from headrace.plan.sizes import Workload
 
+    writable(args.output, "plan")
+    if args.machine is not None and args.probe:
+        raise BadRequest("--probe measures this machine and --machine brings another's constants; leave one out.")
     batch = args.batch or (1 if args.objective == "latency" else LONG[2])
     work = Workload(args.prompt_len, args.gen_len, batch)
     device = make_device(threads=args.threads or system.cores(), cpu=config.resolve().cpu)
@@ -93,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             answer = on_the_cpu(args, device, model, options, machine)
     cost, machine, found, more = answer
     if args.output is not None:
-        args.output.write_text(found.best.plan.to_json() + "\n")
+        write_file(args.output, found.best.plan.to_json() + "\n")
     if args.json:
         print(json.dumps({**report(cost, machine, found), **more}, indent=1))
         return 0
@@ -152,6 +156,12 @@ def setting(args: argparse.Namespace, device: Device, model: Model, work: Worklo
     from headrace.options import Choice, Options
     from headrace.planning import machine_for
 
+    most = args.context or model.spec.context
+    if work.prompt_len + work.gen_len > most:
+        raise BadRequest(
+            f"{work.prompt_len} + {work.gen_len} tokens don't fit into the context of {most}; "
+            "give a smaller --prompt-len or --gen-len, or a larger -c where the model has it."
+        )
     choice = Choice(work, args.objective, machine=args.machine)
     ram = args.ram or system.memory().usable
     options = Options(
@@ -159,7 +169,9 @@ def setting(args: argparse.Namespace, device: Device, model: Model, work: Worklo
     )
     machine = machine_for(device, model, options, float(args.disk_rate or 0), args.probe)
     names = [tier.name for tier in machine.tiers]
-    if args.disk_rate and args.machine is not None and "disk" in names:
+    if args.disk_rate and "disk" not in names:
+        raise BadRequest(f"--disk-rate: the machine of {args.machine} has no disk; leave it out.")
+    if args.disk_rate and args.machine is not None:
         machine = machine.faster("disk", args.disk_rate / machine.tier("disk").read)
     if args.device_ram is not None and "device" not in names:
         raise BadRequest("--device-ram needs a machine with a device; describe one (--machine FILE), or leave it out.")

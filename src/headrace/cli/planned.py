@@ -38,6 +38,9 @@ def choosing(args: argparse.Namespace, options: Options, work: tuple[int, int, i
     from headrace.options import Choice
     from headrace.plan.sizes import Workload
 
+    undecided = args.ram is None and args.plan is None
+    if args.machine is not None and (undecided or options.drafter or args.device != "cpu"):
+        raise BadRequest("--machine is for --ram and --plan on the CPU without a drafter; leave it out.")
     load = Workload(*(max(1, n) for n in work))
     may = frozenset(free) | ({"kv_disk"} if options.kv_frames is None else frozenset())
     choice = Choice(load, "latency" if load.batch == 1 else "throughput", may, args.machine)
@@ -50,7 +53,10 @@ def choosing(args: argparse.Namespace, options: Options, work: tuple[int, int, i
     plan = read_plan(args.plan)
     if options.kv_bits not in ((16, 16), (plan.k_bits, plan.v_bits)):
         raise BadRequest(f"{args.plan} is for {plan.k_bits}/{plan.v_bits} KV bits; leave --kv-bits out, or plan anew.")
-    return replace(pinned(options, plan), choice=replace(choice, free=frozenset()))
+    made = pinned(options, plan)
+    if options.kv_frames is not None or (options.kv_disk is not None and made.kv_disk is None):
+        raise BadRequest(f"{args.plan} says where the cache is; leave --kv-disk and --kv-frames out, or plan anew.")
+    return replace(made, choice=replace(choice, free=frozenset()))
 
 
 def tokens_of(text: str) -> int:

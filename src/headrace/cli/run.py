@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
         text, finish = _stream(engine, args, ids, sampling, stops)
         figures, bandwidth, totals = engine.figures(), engine.bandwidth(), engine.totals()
         plan = expected(engine, figures.prompt_tokens - figures.reused_tokens, figures.tokens)
-        g.write_trace(args, engine)
+        if args.json and finish != "error":
+            answer = {"text": text, "finish": finish, "figures": g.figures_json(figures, bandwidth, totals, plan)}
+            print(json.dumps(answer, ensure_ascii=False, indent=1), flush=True)
+        elif finish != "error":
+            note(g.dim(g.figures_line(figures, bandwidth, finish, totals, plan)))
+        g.write_trace(args, engine)  # last: when it can't be written, nothing else is lost
     g.require_numbers(finish)
-    if args.json:
-        answer = {"text": text, "finish": finish, "figures": g.figures_json(figures, bandwidth, totals, plan)}
-        print(json.dumps(answer, ensure_ascii=False, indent=1))
-    else:
-        note(g.dim(g.figures_line(figures, bandwidth, finish, totals, plan)))
     return INTERRUPTED if finish == "cancelled" else 0
 
 

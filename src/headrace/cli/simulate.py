@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace import config
+from headrace.cli.generation import writable, write_file
 from headrace.cli.parser import real, whole
 from headrace.cli.show import Bar, note
 from headrace.errors import BadRequest
@@ -43,10 +44,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     length = "tokens of a draft of sync, or of a microbatch of pipeinfer (default: 4)"
     add("--draft-tokens", type=whole(1, 512), metavar="N", help=length)
     add("--bits", type=real(0, 32, above=True), metavar="B", help="bits a weight, where no file says it (default: 4.5)")
-    add("-n", "--tokens", type=whole(2), default=256, metavar="N", help="new tokens (default: 256)")
-    add("--prompt-tokens", type=whole(1), default=16, metavar="N", help="tokens of a prompt (default: 16)")
-    add("--prompts", type=whole(1), default=1, metavar="N", help="requests at the same time (default: 1)")
-    add("--seed", type=whole(0), default=0, metavar="N", help="which guesses are right (default: 0)")
+    add("-n", "--tokens", type=whole(2, 10**6), default=256, metavar="N", help="new tokens (default: 256)")
+    add("--prompt-tokens", type=whole(1, 10**6), default=16, metavar="N", help="tokens of a prompt (default: 16)")
+    add("--prompts", type=whole(1, 10**4), default=1, metavar="N", help="requests at the same time (default: 1)")
+    add("--seed", type=whole(0), metavar="N", help="which guesses are right (default: 0)")
     add("--json", action="store_true", help="everything as JSON")
     lanes = f"a picture of {SHOWN} passes, a lane for each stage: .html, or .svg for one policy"
     add("--timeline", type=Path, metavar="FILE", help=lanes)
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     from headrace.simulate.files import load_cluster, load_ranks
 
     _check(args)
+    writable(args.timeline, "timeline")
+    writable(args.trace, "trace")
     model, draft = _sizes(args.model, args), _sizes(args.draft, args)
     cluster = load_cluster(args.cluster, model, draft)
     guessing = [p for p in args.policy if p != "plain"]
@@ -76,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadRequest(f"--policy {guessing[0]} needs a drafter: give --draft, or draft_time in {args.cluster}.")
     if guessing and args.acceptance is None:
         raise BadRequest("How good is the draft? Give --acceptance, like 0.7.")
-    ranks = load_ranks(args.acceptance or "0", args.seed)
+    ranks = load_ranks(args.acceptance or "0", args.seed or 0)
     reports = [
         run_simulation(cluster, ranks, strategy, args.tokens, args.prompt_tokens, spans=True, prompts=args.prompts)
         for strategy in (_strategy(name, args) for name in args.policy)
@@ -98,6 +101,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if set(args.policy) == {"plain"} and (args.draft or args.acceptance):
         raise BadRequest("--policy plain has no drafter; leave --draft and --acceptance out.")
+    if args.seed is not None and (args.acceptance is None or Path(args.acceptance).exists()):
+        raise BadRequest("--seed is for an --acceptance like 0.7, where it says which guesses are right; leave it out.")
     if args.trace and len(args.policy) > 1:
         raise BadRequest("--trace writes one run; give one policy.")
     if args.timeline and args.timeline.suffix not in (".html", ".svg"):
@@ -155,6 +160,6 @@ def _draw(args: argparse.Namespace, cluster: Cluster, reports: list[Report]) -> 
             if args.timeline.suffix == ".svg"
             else timeline_html([(r, names) for r in reports], first.ttft, end)
         )
-        args.timeline.write_text(picture, encoding="utf-8")
+        write_file(args.timeline, picture)
     if args.trace:
-        args.trace.write_text(chrome_trace(first.seen, names[: first.stages + (first.launched > 0)], first.stages))
+        write_file(args.trace, chrome_trace(first.seen, names[: first.stages + (first.launched > 0)], first.stages))

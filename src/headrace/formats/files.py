@@ -60,6 +60,19 @@ def opened(path: Path, what: str = "model file") -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
+def read_text(path: Path, what: str, most: int = 64 << 20) -> str:
+    """A small text file, whole. BadFile for what is none: missing, no plain file, over ``most`` bytes, not UTF-8."""
+    with opened(path, what) as (fd, size):
+        if size > most:
+            raise BadFile(f"{path}: is over {most >> 20} MiB, which no {what} is; check the path.")
+        data = bytearray(size)
+        read_exact(fd, memoryview(data), 0, path)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise BadFile(f"{path}: is no {what}, nor any text (byte {e.start} isn't UTF-8); check the path.") from None
+
+
 def cannot_read(path: Path, what: str, e: OSError) -> BadFile:
     """An operating system's error as ours."""
     if isinstance(e, FileNotFoundError | NotADirectoryError):

@@ -119,6 +119,8 @@ class Machine:
         for compute in self.computes:
             if compute.tier not in names:
                 raise Unsupported(f"machine {self.name!r}: computes at {compute.tier!r}, which is no tier.")
+            for attends in filter(None, (compute.attend, compute.attend_one)):
+                _positive(self.name, f"attention at {compute.tier}", attends)
             for curve in (compute.matmul, *compute.formats.values()):
                 rows = [r for r, _ in curve]
                 if rows == sorted(set(rows)) and all(f > 0 for _, f in curve):
@@ -184,9 +186,9 @@ class Machine:
             made["computes"] = tuple(
                 dataclasses.replace(
                     c,
-                    matmul=_curve(c.matmul),
+                    matmul=_curve(c.matmul) if c.matmul else (),
                     formats={name: _curve(points) for name, points in c.formats.items()},
-                    attends={bits: (float(a), float(b)) for bits, (a, b) in c.attends.items()},
+                    attends={bits: (_number(a), _number(b)) for bits, (a, b) in c.attends.items()},
                 )
                 for c in made["computes"]
             )
@@ -197,12 +199,37 @@ class Machine:
         return build(cls, made, "machine")
 
 
+KINDS = {"str": str, "int": int, "float": (int, float), "Mapping[str, str]": dict}
+"""Annotation of a field -> what JSON may give it."""
+WORDS = {
+    "str": "text", "int": "a whole number, 0 or more", "float": "a number, 0 or more", "Mapping[str, str]": "an object"
+}  # fmt: skip
+
+
+LEAST, MOST = 1e-18, 1e24
+"""Of rates and sizes: arithmetic with a few of them stays finite."""
+
+
+def _right(value: Any, kind: str) -> bool:
+    if not isinstance(value, KINDS[kind]) or isinstance(value, bool):  # type: ignore[arg-type]
+        return False
+    return not isinstance(value, int | float) or 0 <= value <= MOST
+
+
+def _number(value: Any) -> float:
+    if not _right(value, "float") or value < LEAST:
+        raise ValueError(f"{value!r:.40} is no rate")
+    return float(value)
+
+
 def _curve(points: Any) -> tuple[tuple[int, float], ...]:
-    return tuple((int(r), float(f)) for r, f in points)
+    if not points or not all(_right(r, "int") and r for r, _ in points):
+        raise ValueError("a curve is a list of [rows, rate], rows whole numbers of 1 or more")
+    return tuple((r, _number(f)) for r, f in points)
 
 
 def _positive(machine: str, what: str, value: float) -> None:
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+    if not (isinstance(value, int | float) and LEAST <= value <= MOST):
         raise Unsupported(f"machine {machine!r}: {what} must be a positive number, got {value!r}.")
 
 
@@ -210,7 +237,7 @@ def read_object(text: str, what: str, version: int) -> dict[str, Any]:
     """A JSON object of ours without its version; BadFile with a sentence otherwise."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"this {what} is no JSON: {error}.") from None
     if not isinstance(data, dict):
         raise BadFile(f"this {what} is JSON, but no object.")
@@ -239,6 +266,10 @@ def build(kind: type[T], data: Any, what: str) -> T:
     )
     if unknown or missing:
         raise BadFile(f"{what}: unknown fields {unknown}, missing fields {missing}.")
+    for name, value in data.items():
+        wants = str(known[name].type)
+        if wants in KINDS and not _right(value, wants):
+            raise BadFile(f"{what}: {name} can't be {value!r:.40}; write {WORDS[wants]}.")
     try:
         return kind(**data)
     except (TypeError, ValueError) as error:

@@ -37,7 +37,9 @@ AHEAD = 2
 def check_places(layers: Sequence[Layer], places: Sequence[Place]) -> None:
     """Unsupported, naming the layer, for a placement that this program can't carry out."""
     if len(places) != len(layers):
-        raise Unsupported(f"{len(places)} places are given and the model has {len(layers)} layers; give one for each.")
+        raise Unsupported(
+            f"The plan places {len(places)} layers and the model has {len(layers)}; make a plan for this model."
+        )
     for layer, p in zip(layers, places, strict=True):
         wrong = None
         if p.weights not in TIERS or p.compute not in TIERS[:2]:

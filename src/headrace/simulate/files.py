@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace.cluster.split import by_weight
 from headrace.errors import BadFile, BadRequest
+from headrace.formats.files import read_text
 from headrace.formats.index import open_model
 from headrace.model.layers import load_model, spec_of
 from headrace.plan.sizes import ModelCost
@@ -44,6 +45,8 @@ def by_count(text: str, bits: float) -> Sizes | None:
     if found is None:
         return None
     count = float(found[1]) * {"B": 1e9, "M": 1e6}[found[2]]
+    if not 1e6 <= count <= 1e15:
+        raise BadRequest(f"A model of {text} can't be simulated; give 1M to 1000000B parameters.")
     scale = (count / 70e9) ** (1 / 3)
     return Sizes(text, max(1, round(80 * scale)), max(64, round(8192 * scale)), count * bits / 8)
 
@@ -74,6 +77,10 @@ def load_ranks(text: str, seed: int) -> Ranks:
     try:
         first = float(text)
     except ValueError:
+        if not Path(text).exists():
+            raise BadFile(
+                f"{text}: is neither a number nor a file; give an acceptance like 0.7, or a recording."
+            ) from None
         return _recorded(Path(text))
     if not 0 <= first <= 1:
         raise BadRequest(f"An acceptance of {text} can't be: it is a share, from 0 to 1.")
@@ -82,20 +89,21 @@ def load_ranks(text: str, seed: int) -> Ranks:
 
 def _recorded(path: Path) -> Recorded:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_text(path, "recording"))
         ranks = [int(rank) for rank in data["ranks"]]
         said = [[float(p) for p in each] for each in data["probabilities"]]
-    except FileNotFoundError:
-        raise BadFile(f"{path}: is neither a number nor a file; give an acceptance like 0.7, or a recording.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise BadFile(f"{path}: no recording with ranks and probabilities ({error!r}).") from None
     if (
         not ranks
         or len(ranks) != len(said)
         or not all(said)
-        or any(r >= len(s) for r, s in zip(ranks, said, strict=True))
+        or any(not -1 <= r < len(s) for r, s in zip(ranks, said, strict=True))
+        or not all(0 <= p < 1.01 for each in said for p in each)
     ):
-        raise BadFile(f"{path}: needs one rank and one list of probabilities for each position, and has others.")
+        raise BadFile(
+            f"{path}: needs one rank (-1: not listed) and one list of probabilities for each position, and has others."
+        )
     return Recorded(ranks, said)
 
 
@@ -106,6 +114,8 @@ FIELDS = {
     "width": int, "link": dict, "draft_rate": (int, float), "draft_time": (int, float), "draft_layers": int,
 }  # fmt: skip
 """What a file may say, and of which kind."""
+NODES, LAYERS, MOST = 4096, 100_000, 1e15
+"""The most of a cluster, of a model, and of any number in a file, which is also not under its inverse."""
 
 
 def load_cluster(path: Path, model: Sizes | None = None, draft: Sizes | None = None) -> Cluster:
@@ -117,12 +127,12 @@ def load_cluster(path: Path, model: Sizes | None = None, draft: Sizes | None = N
     has draft_rate (default: ``rate``, if that is one number) or draft_time, and perhaps draft_layers.
     """
     try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        data = tomllib.loads(read_text(path, "cluster file"))
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"{path}: not a readable TOML file: {error}.") from None
     try:
         return _cluster(data, model, draft)
-    except (TypeError, ValueError, KeyError, BadRequest) as error:
+    except (TypeError, ValueError, KeyError, OverflowError, BadRequest) as error:
         raise BadFile(f"{path}: {str(error).rstrip('.')}.") from None
 
 
@@ -137,6 +147,8 @@ def _cluster(data: Mapping[str, Any], model: Sizes | None, draft: Sizes | None) 
         raise ValueError("give either rate (bytes of weights a second) or layer_time (seconds of a layer)")
     lists = {name: len(data[name]) for name in ("layers", "rate", "layer_time") if isinstance(data.get(name), list)}
     counts = {*lists.values(), *([data["nodes"]] if "nodes" in data else [])}
+    if not counts or max(counts) > NODES:
+        raise ValueError(f"how many nodes? Give a number from 1 to {NODES}")
     if len(counts) != 1 or min(counts) < 1:
         raise ValueError(f"how many nodes? nodes is {data.get('nodes', 'missing')}, lists have {lists or 'no say'}")
     n = counts.pop()
@@ -148,20 +160,20 @@ def _cluster(data: Mapping[str, Any], model: Sizes | None, draft: Sizes | None) 
         times = _positive(data, "layer_time", n)
     layers = _layers(data, times, model)
     width = data.get("width", model.width if model else Cluster.width)
-    if width < 1:
-        raise ValueError("width must be positive")
+    if not 1 <= width <= 1 << 24:
+        raise ValueError(f"width must be from 1 to {1 << 24}")
     made = Cluster(layers, tuple(times), _curve(data.get("curve", "cpu")), _link(data), width,
                    data.get("draft_layers", Cluster.draft_layers), _draft_time(data, draft))  # fmt: skip
-    if made.draft_layers < 1:
-        raise ValueError("draft_layers must be positive")
+    if not 1 <= made.draft_layers <= LAYERS or made.total > LAYERS:
+        raise ValueError(f"a model has 1 to {LAYERS} layers")
     return made
 
 
 def _positive(data: Mapping[str, Any], name: str, n: int) -> list[float]:
     value = data[name]
     numbers = [float(x) for x in (value if isinstance(value, list) else [value] * n)]
-    if not all(0 < x < float("inf") for x in numbers):
-        raise ValueError(f"{name} must be positive")
+    if not all(1 / MOST <= x <= MOST for x in numbers):
+        raise ValueError(f"{name} must be positive, and no more than {MOST:g}")
     return numbers
 
 
@@ -200,7 +212,7 @@ def _curve(value: str | list[Any]) -> Curve:
             raise ValueError(f"curve {value!r} isn't known; write cpu, gpu, or [[rows, cost], ...]")
         return named[value]
     points = tuple((int(rows), float(cost)) for rows, cost in value)
-    ascending = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))
+    ascending = all(a[0] < b[0] and a[1] <= b[1] <= MOST for a, b in pairwise(points))
     if len(points) < 2 or points[0] != (1, 1.0) or not ascending:
         raise ValueError("a curve begins with [1, 1.0], has two points or more, and rises")
     return Curve(points)
@@ -213,6 +225,9 @@ def _link(data: Mapping[str, Any]) -> LinkSpec:
     if unknown := sorted(set(data["link"]) - set(known)):
         raise ValueError(f"unknown fields {unknown} in link; it has {known}")
     link = LinkSpec(**{name: float(value) for name, value in data["link"].items()})
-    if link.rate <= 0 or min(link.latency, link.jitter, link.stall, link.stall_time) < 0 or link.stall > 1:
-        raise ValueError("link needs a positive rate, and nothing in it is negative")
+    rest = link.latency, link.jitter, link.stall, link.stall_time
+    if not 1 / MOST <= link.rate <= MOST or not all(0 <= x <= MOST for x in rest) or link.stall > 1:
+        raise ValueError(
+            f"link needs a positive rate, nothing in it is negative or over {MOST:g}, and stall is a share"
+        )
     return link
