@@ -180,6 +180,8 @@ class Draft:
     kv_bits: tuple[int, int]
     vocab: int
     """Ids that may stand in messages about it: its own and the target's."""
+    share: float
+    """Its bytes as part of the target's."""
     computer: DeviceComputer | None = None
 
     @property
@@ -228,7 +230,9 @@ def draft_of(wish: Wish, target: Model, tokenizer: Tokenizer, options: Options, 
     if wish.model is None:
         assert wish.layers is not None
         vocab = target.spec.vocab
-        return Draft(target, first_layers(target, wish.layers), None, False, pages, options.kv_bits, vocab)
+        numbers = first_layers(target, wish.layers)
+        share = _nbytes([target.layers[i] for i in numbers]) / _nbytes(target.layers)
+        return Draft(target, numbers, None, False, pages, options.kv_bits, vocab, share)
     file = open_file(wish.model, replace(options, requant=None))
     try:
         model = load_model(file)
@@ -238,10 +242,17 @@ def draft_of(wish: Wish, target: Model, tokenizer: Tokenizer, options: Options, 
         same = texts[0] == texts[1] and model.spec.vocab <= target.spec.vocab
         words = None if same else VocabMap(*texts)
         vocab = max(model.spec.vocab, target.spec.vocab)
-        return Draft(model, list(range(len(model.layers))), words, True, pages, options.kv_bits, vocab)
+        share = _nbytes(model.layers) / _nbytes(target.layers)
+        return Draft(model, list(range(len(model.layers))), words, True, pages, options.kv_bits, vocab, share)
     except BaseException:
         file.close()
         raise
+
+
+def _nbytes(layers: Sequence[Layer]) -> int:
+    """Of the weights that a row reads: a tied output is read, an embedding isn't."""
+    tied = sum(plan.nbytes for plan in layers[-1].tensors.values() if plan.shares is not None)
+    return sum(layer.nbytes for layer in layers[1:]) + tied
 
 
 def texts_of(tokenizer: Tokenizer) -> Iterator[bytes | None]:
@@ -250,14 +261,16 @@ def texts_of(tokenizer: Tokenizer) -> Iterator[bytes | None]:
         yield None if tokenizer.is_control(i) else tokenizer.token_bytes(i)
 
 
-def growth_of(wish: Wish, policy: Serial | None) -> Growth:
-    """How a model drafter grows its tree: in turns with the target under a ``Serial`` policy, else on its own."""
+def growth_of(wish: Wish, policy: Serial | None, share: float) -> Growth:
+    """How a model drafter grows its tree: in turns with the target under a ``Serial`` policy, else on its own.
+
+    share: of the target's bytes that the drafter has."""
     if wish.policy == "pipeinfer":
         return Microbatches(wish.pipeinfer)
     if wish.policy == "sync":
         return Once(wish.most)
     width = int(wish.knob("np", 5))
-    return Restful(Rates(), width) if policy is None else Frugal(policy, width)
+    return Restful(Rates(), width) if policy is None else Frugal(policy, width, share=share)
 
 
 def drafter_of(wish: Wish, draft: Draft | None, policy: GuessPolicy | None = None) -> Drafter | None:
@@ -267,10 +280,10 @@ def drafter_of(wish: Wish, draft: Draft | None, policy: GuessPolicy | None = Non
     if wish.ngram:
         found.append(NGram(branches=int(min(wish.knob("np", 2), 2)), wanted=serial.active if serial else None))
     if draft is not None:
-        growth, number = growth_of(wish, serial), len(found)
+        growth, number = growth_of(wish, serial, draft.share), len(found)
         made: Drafter
         if isinstance(growth, Frugal | Restful):
-            made = Clocked(draft.pages, growth, growth.rates, growth.judged, number)
+            made = Clocked(draft.pages, growth, number, serial.spend if serial else None)
         else:
             made = ModelDrafter(draft.pages, growth, number, most=128)
         found.append(Translated(made, draft.words) if draft.words else made)

@@ -18,14 +18,17 @@ from headrace.run.tree import Node
 from headrace.run.types import Committed, Draft, Result, Row, RunMessage
 from headrace.speculate.control import Measured, Speed
 from headrace.speculate.drafters import DraftEffect
-from headrace.speculate.grow import NEW, Grown, Growth, Leaf, ModelDrafter
+from headrace.speculate.grow import NEW, Grown, Leaf, ModelDrafter
 from headrace.speculate.growth import Continuous
-from headrace.speculate.rates import Rates
+from headrace.speculate.learned import Restful
+from headrace.speculate.rates import PRIOR, Rates
 
 RIDERS = (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 19, 23, 31, 47, 63)
 """Guesses in a run that are tried."""
-START, SHARE, MOST = 3.0, 0.008, 12.0
+START, SHARE, MOST = 2.5, 0.005, 12.0
 """The account, in passes: at the start, what a plain pass adds, and the most it can hold."""
+LOOKUP = 0.05
+"""The most that waiting for drafts without a model may cost, in passes."""
 FEW = 64
 """Known rows in a run from which on there is no guessing: a run of prompts, or a full one."""
 
@@ -53,8 +56,9 @@ class Serial(Measured):
 
     @property
     def pace(self) -> float:
-        """Seconds a token, lately."""
-        return self._elapsed / self._tokens if self._tokens >= 1.0 else self.rates.level
+        """Seconds a token, lately: what one more is worth, and never more than without guesses."""
+        plain = self._each or self.rates.level
+        return min(self._elapsed / self._tokens, plain) if self._tokens >= 1.0 else plain
 
     def ready(self, seq: int, tip: Node, now: float) -> bool:
         """A next token waits for its draft: nobody else could use the time."""
@@ -75,7 +79,8 @@ class Serial(Measured):
         guesses = sum(row.guess for row, _ in rows)
         self._out[run] = now, len(rows) - guesses, guesses, all(node is not None for _, node in rows)
         if self._since is not None:
-            self._spend(now - self._since)
+            # Looking things up; steps of a draft model are charged as such.
+            self.spend(min(now - self._since, LOOKUP * self.rates.level))
             self._since = None
 
     def returned(self, run: int, rows: int, now: float) -> None:
@@ -89,15 +94,15 @@ class Serial(Measured):
         plain = self.rates(known)
         self._each = plain / known
         self._elapsed, self._tokens = 0.96 * self._elapsed, 0.96 * self._tokens
+        # What passes take as a rule: on a busy machine a single one says little.
+        self._elapsed += plain
         if guesses:
-            # What it costs as a rule: on a busy machine a single pass says little.
-            self._spend(self.rates(known + guesses) - plain)
-            self._elapsed += plain
+            self.spend(self.rates(known + guesses) - plain)
         else:
-            self._elapsed += took
-            self._earn(SHARE * took)
+            self._earn(SHARE * plain)
 
-    def _spend(self, seconds: float) -> None:
+    def spend(self, seconds: float) -> None:
+        """So much time went into guesses."""
         self._elapsed += seconds
         if self._opened:
             self.account -= min(seconds, 4 * self.rates.level)
@@ -138,13 +143,14 @@ class Serial(Measured):
 class Frugal(Continuous):
     """Growth in turns with the target: a leaf is expanded when what its children may bring is worth the step.
 
-    It rests while that isn't so, and tries again now and then.
+    It rests while that isn't so, and tries again now and then, if the account bears it. share: a step's cost as part
+    of a target's pass, until it is known.
     """
 
     RATE, AGAIN = 0.1, 48
 
-    def __init__(self, policy: Serial, width: int = 5, rows: int = 8) -> None:
-        self.rates = Rates()
+    def __init__(self, policy: Serial, width: int = 5, rows: int = 8, share: float = 0.0) -> None:
+        self.rates, self.share = Rates(), share
         super().__init__(self.rates, width, rows, policy.floor)
         self.policy = policy
         self._right = 0.8
@@ -154,18 +160,26 @@ class Frugal(Continuous):
 
     def started(self, grown: Grown, hit: bool) -> None:
         # A prompt is the target's alone until its first token is there.
-        self._rests[grown.seq] = grown.seq not in self._rests or self._choose()
+        self._rests[grown.seq] = grown.seq not in self._rests or self._choose(grown)
         super().started(grown, hit)
 
     def judged(self, right: bool) -> None:
         """Whether a first choice was right."""
         self._right += self.RATE * (right - self._right)
 
-    def _choose(self) -> bool:
+    def _step(self, rows: int) -> float:
+        """Seconds of a step."""
+        return self.rates(rows) if self.rates.known else self.share * self.policy.rates.level * (1 + PRIOR * (rows - 1))
+
+    def _choose(self, grown: Grown) -> bool:
+        """Whether to rest until the next token."""
         if not self.policy.active():
             return True
         self._idle += 1
-        if self._worth(1.0) > self.rates(1) or self._idle >= self.AGAIN:
+        worth = self._worth(1.0) > self._step(1)
+        # Catching up with the text must be paid too, but for a prompt's first time, if the step then looks worth it.
+        behind = len(grown.tokens) - grown.cached if grown.cached or not worth else 1
+        if (worth or self._idle >= self.AGAIN) and self._step(behind) < self.policy.account:
             self._idle = 0
             return False
         return True
@@ -181,10 +195,12 @@ class Frugal(Continuous):
     def pick(self, grown: Grown) -> list[Leaf]:
         picked: list[Leaf] = []
         base, spent = grown.root.score, 0.0
-        while grown.heap and len(picked) < self.rows:
+        # What is drafted must be launched to be of use, so growing leaves a pass in the account.
+        left = self.policy.account - self.policy.rates.level
+        while grown.heap and len(picked) < self.rows and left > 0:
             leaf = grown.heap[0][2]
             if leaf.state == NEW:
-                cost = self.rates(len(picked) + 1)
+                cost = self._step(len(picked) + 1)
                 if self._worth(exp(leaf.score - base)) <= cost - spent:
                     break
                 picked.append(leaf)
@@ -197,23 +213,30 @@ class Frugal(Continuous):
 
 
 class Clocked(ModelDrafter):
-    """A model drafter that learns what its steps take, and tells whether its first choices were right."""
+    """A model drafter that learns what its steps take, and tells its growth whether its first choices were right."""
 
     def __init__(
-        self, pages: int, growth: Growth, rates: Rates, judged: Callable[[bool], None] | None = None, drafter: int = 0
+        self, pages: int, growth: Frugal | Restful, drafter: int = 0, spend: Callable[[float], None] | None = None
     ) -> None:
         super().__init__(pages, growth, drafter, most=128)
-        self.rates, self.judged = rates, judged
+        self.rates, self.judged, self.spend = growth.rates, growth.judged, spend
         self._sent = 0.0
+        self._prompts: dict[int, int] = {}
 
     def _advance(self, grown: Grown, token: int, dead: set[int]) -> bool:
-        if grown.root.children and self.judged is not None:
+        if grown.root.children:
             self.judged(min(grown.root.children.values(), key=lambda leaf: leaf.rank).token == token)
         return super()._advance(grown, token, dead)
 
     def on_event(self, event: Committed | Result, now: float) -> list[DraftEffect]:
-        if isinstance(event, Result) and self._rows and all(row.wanted for row in self._rows):
-            self.rates.note(len(self._rows), now - self._sent)
+        if isinstance(event, Result) and self._rows:
+            rows, took = len(self._rows), now - self._sent
+            if all(row.wanted for row in self._rows):
+                self.rates.note(rows, took)
+            if self.spend is not None and self._rows[0].position >= self._prompts.get(self._rows[0].seq, 0):
+                self.spend(min(took, self.rates(rows)) if self.rates.known else took)
+        elif isinstance(event, Committed) and event.start == 0:
+            self._prompts[event.seq] = len(event.tokens)
         effects: list[DraftEffect] = [*super().on_event(event, now)]
         if any(isinstance(effect, RunMessage) for effect in effects):
             self._sent = now
