@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -143,3 +144,21 @@ def test_a_recording_that_is_none_is_refused(here: Path, text: str) -> None:
 def test_an_acceptance_is_a_share(text: str) -> None:
     with pytest.raises(BadRequest, match="share"):
         load_ranks(text, 0)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
+def test_too_little_memory_is_called_so(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("headrace.cli.inspect.run", run)
+    assert main(["inspect", "t.gguf"]) == 2
+    err = capsys.readouterr().err
+    assert "memory isn't enough" in err and err.count("\n") == 1
+
+
+def test_the_log_of_flexgen_is_looked_at_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flexgen", "--model", "t.gguf", "--device", "cpu", "--log-file", "no/log"]) == 2
+    assert "no such folder for the log" in capsys.readouterr().err

@@ -86,6 +86,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
+    if args.log_file is not None and not args.no_log:
+        g.writable(Path(args.log_file), "log")
     args.device = args.device or nearest()
     sparsity = args.attn_sparsity
     args.pin_weight = bool(args.pin_weight)
@@ -162,6 +164,11 @@ def find_model(args: argparse.Namespace) -> Path:
 
 def tell(args: argparse.Namespace, policy: Policy, lines: list[str], texts: list[str]) -> None:
     """Figures and texts to standard output, figures to the log."""
+    if args.verbose >= 2:
+        for i in sorted({0, len(texts) - 1}):
+            print(f"{i}: {texts[i]!r}")
+    if args.verbose >= 1:
+        print("\n".join(lines))
     if args.log_file is not None and not args.no_log:
         shape = f"gbs{policy.rows}-ngbs{policy.runs}-prompt{policy.prompt_len}-gen{policy.gen_len}"
         percent = "-".join(map(str, policy.percent))
@@ -169,8 +176,3 @@ def tell(args: argparse.Namespace, policy: Policy, lines: list[str], texts: list
         path = Path(auto if args.log_file == "auto" else args.log_file)
         with path.open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
-    if args.verbose >= 2:
-        for i in sorted({0, len(texts) - 1}):
-            print(f"{i}: {texts[i]!r}")
-    if args.verbose >= 1:
-        print("\n".join(lines))

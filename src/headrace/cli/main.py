@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -31,6 +32,7 @@ COMMANDS = {
 }
 """Command -> one line of help. Each is the module ``headrace.cli.<command>`` with ``add`` and ``run``."""
 
+NO_MEMORY = "The memory isn't enough for this; give --ram to have it counted first, or ask for less at a time."
 DESCRIPTION = "Runs large language models bigger than the machine in front of you."
 
 
@@ -77,7 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except MemoryError:
+        tell(HeadraceError(NO_MEMORY))
+        return EXIT_ERROR
     except OSError as error:
+        if error.errno == errno.ENOMEM and not error.filename:
+            tell(HeadraceError(NO_MEMORY))
+            return EXIT_ERROR
         # Python would complain again when it closes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader (`| head`) has what it wants
