@@ -151,7 +151,7 @@ def test_a_printed_plan_runs_again(big: Path, model: Model, machine_file: Path, 
 def test_a_plan_for_another_model_is_refused(big: Path, tmp_path: Path, model: Model) -> None:
     plan = planner(model, whole(model)).best()[0].candidate.plan
     other = tiny_model(tmp_path / "other.gguf", text=True)
-    with pytest.raises(HeadraceError, match="34 places"):
+    with pytest.raises(HeadraceError, match="34"):
         headrace.load(other, planning.pinned(Options(context=96), plan))
     for text in ("{", "[]", '{"plan": {"version": 9}}'):
         (tmp_path / "bad.json").write_text(text)
