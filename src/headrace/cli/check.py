@@ -26,7 +26,7 @@ from headrace.formats.files import DirectFile, atomic, free_bytes
 MB = 1 << 20
 BANDWIDTH_BYTES = 256 * MB
 DISK_BYTES = 256 * MB
-DISK_REQUEST = 4 * MB
+DISK_REQUEST = 8 * MB
 ROOM = 1 << 30
 """Free cache space under which fetching a model of useful size is unlikely to work."""
 
@@ -133,7 +133,7 @@ def disk(cache: Path, *, measure: bool) -> dict[str, Any]:
 
 def _disk_rate(cache: Path) -> dict[str, Any]:
     """Write a file that doesn't compress, then read it in large requests, one after the other."""
-    import mmap
+    from headrace.memory.buffers import allocate
 
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / ".check"
@@ -144,11 +144,11 @@ def _disk_rate(cache: Path) -> dict[str, Any]:
             for i in range(DISK_BYTES // DISK_REQUEST):
                 file.write(i.to_bytes(8, "little") + piece[8:])
         wrote = time.perf_counter() - start
-        reader, buffer = DirectFile(path), mmap.mmap(-1, DISK_REQUEST)  # aligned to a page, as direct reads want
+        reader, buffer = DirectFile(path), allocate(DISK_REQUEST)  # in the large pages that layers are read into
         try:
             start = time.perf_counter()
             for offset in range(0, DISK_BYTES, DISK_REQUEST):
-                reader.read_into(memoryview(buffer), offset)
+                reader.read_into(buffer.data, offset)
             took = time.perf_counter() - start
         finally:
             reader.close()
