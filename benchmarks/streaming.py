@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from headrace.config import resolve
-from headrace.memory.buffers import allocate
+from headrace.memory.buffers import HUGE, allocate
 from inflate import inflate
 from model_zoo import smollm2
 
@@ -58,7 +58,7 @@ def disk_rate(path: Path, request: int, depth: int, seconds: float) -> float:
     end = time.perf_counter() + seconds
 
     def work(worker: int) -> int:
-        buffer, done = allocate(request), 0
+        buffer, done = allocate(max(request, HUGE))[:request], 0  # large pages, as layers are read into
         while time.perf_counter() < end:
             file.read_into(buffer.data, int(random.integers(0, size)) * request)
             done += request
