@@ -131,6 +131,12 @@ test_more_never_hurts_long = pytest.mark.slow(MORE(BETTER(check_better)))
 test_without_highs_long = pytest.mark.slow(MORE(given(cases())(check_solvers)))
 
 
+def test_without_highs_all_layers_may_move_at_once() -> None:
+    """Found by ``test_without_highs_long``: a small host takes no mixture to begin with, the device takes everything."""
+    on = machine(60_000, 10**9, 1e5, 854885540.0, 10**7, host_computes=False)
+    check_solvers((model(2, 5000, kinds=2), on, Workload(8, 25, 2)))
+
+
 def laptop() -> tuple[ModelCost, Machine, Workload]:
     return model(12, 100_000), machine(900_000, 10**8, 1e6, 1e8), Workload(64, 16, 8)
 

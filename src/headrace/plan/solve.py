@@ -230,8 +230,8 @@ def _least(problem: Problem, tried: I64) -> tuple[I64 | None, float]:
 
 
 def _climbs(problem: Problem) -> I64 | None:
-    """From every choice taken by all of its kind (the other kinds at their last choice), move some layers from one
-    choice to another as long as that helps."""
+    """From every choice taken by all of its kind (the other kinds at their last choice), and from every choice taken by all
+    kinds alike, move some layers from one choice to another as long as that helps."""
     columns = [np.flatnonzero(problem.kind == kind) for kind in range(len(problem.count))]
     base = np.zeros(len(problem.kind), dtype=np.int64)
     base[[c[-1] for c in columns]] = problem.count
@@ -242,6 +242,10 @@ def _climbs(problem: Problem) -> I64 | None:
             start[own] = 0
             start[column] = problem.count[kind]
             starts.append(start)
+    for choice in range(max(map(len, columns))):
+        start = np.zeros(len(problem.kind), dtype=np.int64)
+        start[[own[min(choice, len(own) - 1)] for own in columns]] = problem.count
+        starts.append(start)
     best, value = None, float("inf")
     for start in starts:
         n, seconds = _least(problem, start[None, :])
