@@ -132,7 +132,7 @@ test_without_highs_long = pytest.mark.slow(MORE(given(cases())(check_solvers)))
 
 
 def test_without_highs_all_layers_may_move_at_once() -> None:
-    """Found by ``test_without_highs_long``: a small host takes no mixture to begin with, the device takes everything."""
+    """Found by ``test_without_highs_long``: a small host takes no mixture, the device everything."""
     on = machine(60_000, 10**9, 1e5, 854885540.0, 10**7, host_computes=False)
     check_solvers((model(2, 5000, kinds=2), on, Workload(8, 25, 2)))
 

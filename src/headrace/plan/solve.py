@@ -230,8 +230,8 @@ def _least(problem: Problem, tried: I64) -> tuple[I64 | None, float]:
 
 
 def _climbs(problem: Problem) -> I64 | None:
-    """From every choice taken by all of its kind (the other kinds at their last choice), and from every choice taken by all
-    kinds alike, move some layers from one choice to another as long as that helps."""
+    """From every choice taken by all of its kind (the other kinds at their last choice), and from every choice taken by
+    all kinds alike, move some layers from one choice to another as long as that helps."""
     columns = [np.flatnonzero(problem.kind == kind) for kind in range(len(problem.count))]
     base = np.zeros(len(problem.kind), dtype=np.int64)
     base[[c[-1] for c in columns]] = problem.count
