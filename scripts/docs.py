@@ -129,17 +129,11 @@ def _vs_llamacpp(data: Any) -> Table:
     return columns, rows
 
 
+STRATEGIES = ("plain, tokens/s", "sync, draft 8", "sync, best", "PipeInfer's, best", "ours")
+
+
 def _speculation(data: Any) -> Table:
     """Eight nodes on Gigabit."""
-    columns = [
-        "rows' cost",
-        "draft right",
-        "plain, tokens/s",
-        "sync, draft 8",
-        "sync, best",
-        "PipeInfer's, best",
-        "ours",
-    ]
     rows = []
     for c in data["cells"]:
         if (c["nodes"], c["link"]) == (8, "1G"):
@@ -147,28 +141,17 @@ def _speculation(data: Any) -> Table:
             rows.append(
                 [c["curve"], c["acceptance"], f"{c['plain']:.2f}", *times, f"{100 * c['ours'] / c['bound']:.0f}%"]
             )
-    return [*columns, "of the bound"], rows
+    return ["rows' cost", "draft right", *STRATEGIES, "of the bound"], rows
 
 
 def _speculation_all(data: Any) -> Table:
-    columns = [
-        "cost",
-        "nodes",
-        "a",
-        "link",
-        "plain, tokens/s",
-        "sync, draft 8",
-        "sync, best",
-        "PipeInfer's, best",
-        "ours",
-    ]
     rows = []
     for c in data["cells"]:
         pipe = c["pipeinfer_setting"].removeprefix("pipeinfer ")
         best = [f"{c['sync']:.2f} ({c['sync_setting'].removeprefix('sync ')})", f"{c['pipeinfer']:.2f} ({pipe})"]
         place = [c["curve"], c["nodes"], c["acceptance"], c["link"], f"{c['plain']:.2f}"]
         rows.append([*place, f"{c['sync8']:.2f}", *best, f"{c['ours']:.2f}", f"{c['bound']:.1f}"])
-    return [*columns, "bound"], rows
+    return ["cost", "nodes", "a", "link", *STRATEGIES, "bound"], rows
 
 
 def _speculation_asked(data: Any) -> Table:
