@@ -237,7 +237,7 @@ def test_what_cant_be_is_refused_before_loading(model: Path, tmp_path: Path, mon
         load(model, **usual, kv_frames=100)
     with pytest.raises(BadFile, match="no such folder"):
         load(model, **usual, kv_disk=tmp_path / "none")
-    monkeypatch.setattr(placement, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr("headrace.memory.kv_disk.free_bytes", lambda folder: 1 << 20)
     with pytest.raises(Unavailable, match="another folder"):
         load(model, **usual, kv_disk=tmp_path)
 

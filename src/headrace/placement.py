@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace import system
 from headrace.config import resolve
-from headrace.errors import BadFile, BadRequest, OverBudget, Unavailable, Unsupported
+from headrace.errors import BadRequest, OverBudget, Unsupported
 from headrace.formats.files import free_bytes
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.requant import requantise
@@ -19,7 +19,7 @@ from headrace.memory.ahead import BUFFERS
 from headrace.memory.budget import Budget, human
 from headrace.memory.buffers import round_up
 from headrace.memory.kv import HostKV, kv_shapes, page_nbytes
-from headrace.memory.kv_disk import BOOKS, DiskKV, least_frames, stride, usual_frames
+from headrace.memory.kv_disk import DiskKV, least_frames, on_disk_nbytes, stride, usual_frames
 from headrace.memory.slots import pages_for
 from headrace.memory.stream import Streamed, evenly, pack
 from headrace.memory.weights import Resident, Weights, layer_nbytes
@@ -148,19 +148,11 @@ class Sizes:
 
     def cached(self, pages: int, options: Options) -> int:
         """Memory of the KV cache; what is on disk must have room there (Unavailable)."""
-        shapes, page, place = self.cache(options.kv_bits)
+        shapes, page, _ = self.cache(options.kv_bits)
         frames = kv_frames(self.model, shapes, pages, options)
         if options.kv_disk is None or frames is None:
             return page * pages
-        if not options.kv_disk.is_dir():
-            raise BadFile(f"{options.kv_disk}: there is no such folder for the KV cache; make it first.")
-        extents, free = len(shapes) * pages, free_bytes(options.kv_disk)
-        if extents * place > free:
-            raise Unavailable(
-                f"{options.kv_disk}: the KV cache takes {human(extents * place)} and there are {human(free)}; "
-                "use another folder (--kv-disk), fewer sequences or a shorter context."
-            )
-        return frames * place + extents * BOOKS
+        return on_disk_nbytes(self.device, shapes, pages, frames, options.kv_disk)
 
     def working(self, options: Options) -> int:
         """Registers of a run, residual rows of the others of a block, and logits of every row that may want them."""
