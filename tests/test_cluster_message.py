@@ -149,6 +149,34 @@ def test_mutated_bytes_are_refused_or_are_another_message(message: Message, data
     assert pack(found) == bytes(raw)
 
 
+def test_each_byte_of_each_kind_changed() -> None:
+    """A flag byte of 2 once read as true and went out again as 1: no byte may have two readings."""
+    x = np.ones((2, 3), np.float32)
+    rows = (Row(3, 5, 7, 2, True, True, (1, 2)), Row(3, 6, 8, 3, False, False, ()))
+    made: list[Message] = [
+        RunMessage(1, 2, True, (Append(3, (1, 2), (7, 8)), Fork(4, 3, 1), Free(4), Params(3, Sampling())), rows, None, x),
+        RunMessage(1, 2, False, (), rows, np.asarray([1], np.int32), x[:1]),
+        Draft(3, 5, (7,), (Guess(7, -1, 0.5, 1, 0), Guess(8, 0, 0.5, 2, 1)), True),
+        Draft(3, 5, (), (), False),
+        Cancel(1, 2, frozenset((1, 3))),
+        Result(1, 2, (Choice(0, 7, -0.5, ((7, -0.5),)),)),
+        Passed(9),
+        Committed(3, 5, (7, 8), True, Sampling()),
+        Committed(3, 5, (7, 8), False, None),
+    ]
+    refused = 0
+    for raw in map(pack, made):
+        for at in range(len(raw)):
+            for value in {0, 1, 2, 3, 4, 8, 127, 128, 255, raw[at] ^ 1} - {raw[at]}:
+                wrong = bytearray(raw)
+                wrong[at] = value
+                try:
+                    assert pack(unpack(wrong)) == wrong, f"byte {at} of {raw!r} set to {value}"
+                except BadMessage:
+                    refused += 1
+    assert refused > 500
+
+
 @given(messages, st.data())
 def test_cut_or_longer_bytes_are_refused(message: Message, data: st.DataObject) -> None:
     raw = pack(message)

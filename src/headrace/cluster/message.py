@@ -49,7 +49,7 @@ _RUN = struct.Struct("<IQBIIIII")
 _CANCEL = struct.Struct("<IQI")
 _RESULT = struct.Struct("<IQII")
 _PASSED = struct.Struct("<Q")
-_DRAFT = struct.Struct("<QIII?")
+_DRAFT = struct.Struct("<QIIIB")
 _COMMITTED = struct.Struct("<QIIB")
 _KIND = struct.Struct("<B")
 _APPEND = struct.Struct("<BQI")
@@ -330,6 +330,7 @@ def _read_passed(reader: Reader, limits: Limits) -> Passed:
 
 def _read_draft(reader: Reader, limits: Limits) -> Draft:
     seq, base, t, n, more = reader.take(_DRAFT)
+    below((more,), 2, "flag byte")
     tail, tokens, parents, chances, ranks, drafters = reader.columns(
         (t, "I"), (n, "I"), (n, "i"), (n, "d"), (n, "H"), (n, "H")
     )
@@ -340,7 +341,7 @@ def _read_draft(reader: Reader, limits: Limits) -> Draft:
         raise BadMessage(f"a draft of sequence {seq}: a guess comes before the one it stands on")
     if any(not 0.0 <= chance <= 1.0 for chance in chances):
         raise BadMessage(f"a draft of sequence {seq}: a probability is not from 0 to 1")
-    return Draft(_seq(seq), base, tail, tuple(map(Guess, tokens, parents, chances, ranks, drafters)), more)
+    return Draft(_seq(seq), base, tail, tuple(map(Guess, tokens, parents, chances, ranks, drafters)), bool(more))
 
 
 def _read_committed(reader: Reader, limits: Limits) -> Committed:
