@@ -33,7 +33,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("measured",),
     ("placement",),
     ("planning",),
-    ("drafting",),
+    ("drafting", "sharing"),
     ("setup",),
     ("ensemble",),
     ("engine",),

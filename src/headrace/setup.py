@@ -182,8 +182,8 @@ def _assemble_tiers(model: Model, tokenizer: Tokenizer, options: Options) -> Par
 
 
 def order_of(options: Options) -> Order:
-    sizes = {"rows": options.rows, "runs": options.runs, "sequences": options.sequences}
-    return Order(**sizes, chunk=options.rows, nexts=options.nexts or 0)
+    o = options
+    return Order(rows=o.rows, runs=o.runs, chunk=o.rows, sequences=o.sequences, nexts=o.nexts or 0)
 
 
 def spilled(computer: DeviceComputer | TieredComputer, model: Model, options: Options) -> Spilled | None:

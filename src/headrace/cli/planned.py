@@ -30,7 +30,8 @@ def add_planned(group: argparse._ActionsContainer) -> None:
         "run as this plan says (`headrace plan -o FILE`); without one, --ram lets the planner choose what isn't given"
     )
     group.add_argument("--plan", type=Path, metavar="FILE", help=text)
-    group.add_argument("--machine", type=Path, metavar="FILE", help=f"with --ram or --plan: {MACHINE_HELP}")
+    text = f"with --ram or --plan, or of this rank: {MACHINE_HELP}"
+    group.add_argument("--machine", type=Path, metavar="FILE", help=text)
 
 
 def choosing(args: argparse.Namespace, options: Options, work: tuple[int, int, int], free: Collection[str]) -> Options:
@@ -38,7 +39,7 @@ def choosing(args: argparse.Namespace, options: Options, work: tuple[int, int, i
     from headrace.options import Choice
     from headrace.plan.sizes import Workload
 
-    undecided = args.ram is None and args.plan is None
+    undecided = args.ram is None and args.plan is None and args.link is None
     if args.machine is not None and (undecided or options.drafter or args.device != "cpu"):
         raise BadRequest("--machine is for --ram and --plan on the CPU without a drafter; leave it out.")
     load = Workload(*(max(1, n) for n in work))

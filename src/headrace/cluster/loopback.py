@@ -80,6 +80,10 @@ class Carrier:
         else:
             self._queue.append((to, event))
 
+    def called(self) -> bool:
+        """Whether there is something to look at before the next layer."""
+        return bool(self._queue)
+
     def turn(self) -> None:
         """Deliver one message, and carry out what it asks for."""
         to, event = self._queue.popleft()
@@ -106,7 +110,7 @@ class Carrier:
     def _at_stage(self, at: int, event: RunMessage | Cancel | Step, now: float) -> None:
         stage, computer = self.stages[at - self.first]
         effects = stage.on_event(event, now)
-        while len(effects) == 1 and isinstance(effects[0], Step) and not self._queue:
+        while len(effects) == 1 and isinstance(effects[0], Step) and not self.called():
             # Nothing else to look at: on to the next layer without a detour through the queue.
             computer.step(effects[0].layer, stage.runs[effects[0].run])
             effects = stage.on_event(effects[0], now)

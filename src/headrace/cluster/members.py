@@ -89,6 +89,10 @@ class Routed(Carrier):
             assert isinstance(event, RunMessage | Cancel | Result | Passed | Draft | Committed)
             self.link.send(rank, to, event)
 
+    def called(self) -> bool:
+        self.take()
+        return bool(self._queue)
+
     def take(self) -> None:
         """Queue what has come: cancels and answers before steps, so that a layer is all they wait for."""
         answers: list[tuple[int, Event]] = []

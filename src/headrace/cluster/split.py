@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import BadRequest
@@ -90,20 +90,27 @@ def by_shares(shares: Sequence[float], blocks: int) -> tuple[int, ...]:
 def by_weight(weights: Sequence[float], rates: Sequence[float]) -> tuple[int, ...]:
     """Consecutive layers for each rank, at least one, so that the slowest takes as little time as it can.
 
-    weights: cost of each layer (bytes read for a row); rates: cost each rank does in a second. Exact, by dynamic
+    weights: cost of each layer (bytes read for a row); rates: cost each rank does in a second.
+    """
+    before = [0.0, *itertools.accumulate(weights)]
+    return by_time(lambda rank, start, end: (before[end] - before[start]) / rates[rank], len(weights), len(rates))[0]
+
+
+def by_time(seconds: Callable[[int, int, int], float], layers: int, ranks: int) -> tuple[tuple[int, ...], float]:
+    """Consecutive layers for each rank, at least one, so that the slowest takes as little time as it can; that time.
+
+    seconds: of a rank for the layers [start, end), more for more layers; inf: it can't have so many. Exact, by dynamic
     programming over the edges: best[e] is the least time in which the ranks so far do the first e layers.
     """
-    layers, ranks = len(weights), len(rates)
     if layers < ranks:
         raise BadRequest(f"{ranks} ranks were started and the model has {layers} layers; start fewer ranks.")
-    before = [0.0, *itertools.accumulate(weights)]
     best = [0.0] + [math.inf] * layers
     starts: list[list[int]] = []
-    for rank, rate in enumerate(rates):
-        now, chosen = [math.inf] * (layers + 1), [0] * (layers + 1)
+    for rank in range(ranks):
+        now, chosen = [math.inf] * (layers + 1), [rank] * (layers + 1)
         for end in range(rank + 1, layers - (ranks - 1 - rank) + 1):
             for start in range(end - 1, rank - 1, -1):
-                own = (before[end] - before[start]) / rate
+                own = seconds(rank, start, end)
                 if own >= now[end]:
                     break  # a longer piece only takes longer
                 if max(best[start], own) < now[end]:
@@ -114,7 +121,7 @@ def by_weight(weights: Sequence[float], rates: Sequence[float]) -> tuple[int, ..
     for chosen in reversed(starts):
         counts.append(end - chosen[end])
         end = chosen[end]
-    return tuple(reversed(counts))
+    return tuple(reversed(counts)), best[layers]
 
 
 def ranges(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -282,11 +282,13 @@ class Head:
     def _compose(self, now: float) -> list[list[tuple[Row, Node | None]]]:
         """The rows of the next block's runs: known tokens by ``schedule.fill``, then guesses where there is room."""
         demands = []
+        share = -(-len(self.live) // self.order.blocks) if self.order.even else len(self.live)
         for seq in self._turn:
             live = self.live[seq]
-            known = len(live.tokens) - live.launched
-            if known and self.policy.ready(seq, live.tip, now):
-                demands.append(Demand(seq, known, prompt=live.emitted == 0))
+            known, prompt = len(live.tokens) - live.launched, live.emitted == 0
+            if known and (prompt or share) and self.policy.ready(seq, live.tip, now):
+                demands.append(Demand(seq, known, prompt))
+                share -= not prompt
         runs = [self._known_rows(shares, self._next_run + i) for i, shares in enumerate(fill(demands, self.order))]
         tips = [(seq, self.live[seq].tip) for seq in self._turn if self.live[seq].tip.launched]
         for at, nodes in self.policy.place(tips, [len(r) for r in runs], not self._entering, self.order, now):

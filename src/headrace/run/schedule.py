@@ -16,7 +16,8 @@ class Order:
 
     rows: most rows in a run. runs: most runs in a block. blocks: most blocks in flight. guesses: most
     guessed rows in a run. chunk: most rows of one prompt in a run. sequences: most sequences at a time.
-    nexts: most sequences whose next tokens share a run (0: as many as there are rows).
+    nexts: most sequences whose next tokens share a run (0: as many as there are rows). even: next tokens are divided
+    evenly among the blocks in flight, so that every stage has its part of them.
     """
 
     rows: int = 512
@@ -26,6 +27,7 @@ class Order:
     chunk: int = 512
     sequences: int = 256
     nexts: int = 0
+    even: bool = False
 
 
 @dataclass(frozen=True)
