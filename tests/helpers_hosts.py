@@ -166,9 +166,9 @@ class Hosts:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if daemon is not None and state not in "ZX" and not line.startswith("sshd") and "/sshd" not in line[:40]:
-                if space == self._of(daemon):
-                    found[int(folder.name)] = line
+            its = daemon is not None and space == self._of(daemon)
+            if its and state not in "ZX" and not line.startswith("sshd") and "/sshd" not in line[:40]:
+                found[int(folder.name)] = line
         return found
 
     def _of(self, daemon: subprocess.Popen[bytes]) -> Path | None:

@@ -27,6 +27,8 @@ LAUNCHERS = (
 )
 """(number of ranks, this one's), as each launcher of MPI jobs says it."""
 VARIABLES |= {size: f"set by a launcher of MPI jobs, with {rank}: how many ranks there are" for size, rank in LAUNCHERS}
+OURS = "HEADRACE_LAUNCHER"
+VARIABLES[OURS] = "set by `headrace launch` for every rank: the job's name, and which of the first ranks are left"
 """Every variable Headrace reads, and what it does; ``docs/cli.md`` is made from it."""
 
 
@@ -42,6 +44,8 @@ class Config:
     ranks: int = 1
     """Processes of the MPI job this one is of; 1: none was started."""
     rank: int = 0
+    left: tuple[int, ...] = ()
+    """Under `headrace launch`: which of the ranks it began with these are."""
 
     def __repr__(self) -> str:
         return f"Config(cache={str(self.cache)!r}, cpu={self.cpu!r}, hub={self.hub!r}, colour={self.colour})"
@@ -54,7 +58,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Config:
     hub = (env.get("HF_ENDPOINT") or HUB).rstrip("/")
     if urlsplit(hub).scheme not in ("http", "https") or not urlsplit(hub).netloc:
         raise Unsupported(f"HF_ENDPOINT is {hub!r}; it must be an address like {HUB}, or unset.")
-    return Config(_cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"), *_ranks(env))
+    return Config(_cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"), *_ranks(env), _left(env))
 
 
 def _ranks(env: Mapping[str, str]) -> tuple[int, int]:
@@ -63,6 +67,16 @@ def _ranks(env: Mapping[str, str]) -> tuple[int, int]:
         if env.get(size, "").isdigit() and env.get(rank, "").isdigit():
             return int(env[size]), int(env[rank])
     return 1, 0
+
+
+def _left(env: Mapping[str, str]) -> tuple[int, ...]:
+    return tuple(int(number) for number in env.get(OURS, "").partition(":")[2].split(",") if number.isdigit())
+
+
+def passed_on(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Names of variables that are set here and that `headrace launch` sets for the ranks."""
+    own = {OURS, *(name for pair in LAUNCHERS for name in pair)}
+    return [name for name in (*VARIABLES, "PYTHONPATH") if name not in own and (environ or os.environ).get(name)]
 
 
 def _cache(env: Mapping[str, str]) -> Path:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from headrace.cluster.journal import Book
 from headrace.cluster.members import Link
 from headrace.ensemble import lead, one_process
 from headrace.errors import BadRequest, HeadraceError, Unavailable
@@ -52,6 +53,9 @@ class Engine:
         self._ids = itertools.count()
         self._kept: tuple[int, tuple[int, ...]] | None = None
         self._failure: HeadraceError | None = None
+        self._book: Book | None = None
+        self._news: list[Emit | Finish] = []
+        """To be told before the loop is asked."""
         self._closed = False
         self._working = threading.Lock()
         self._process = os.getpid()
@@ -158,6 +162,11 @@ class Engine:
         """Look at what is computed from now on: for ``totals``, and with ``trace`` at every run."""
         self.parts.loop.watch(Recorder(trace, time.monotonic))
 
+    def follow(self, book: Book) -> None:
+        """Tell a launcher what is committed from now on, and take over what an earlier start had committed."""
+        self._book = book
+        book.salt = f"{self.parts.model.file.digest()} {self.parts.kv_bits}"
+
     def totals(self) -> Totals | None:
         """Sums over all ranks since ``watch``; None when nothing is watched. Raises Lost."""
         loop = self.parts.loop
@@ -236,14 +245,25 @@ class Engine:
             job.figures.reused_tokens = _common(self._kept[1], ids[:-1])
         # Records of what is over would pile up in a program that runs for days; the last one's figures stay.
         self._jobs = {n: j for n, j in self._jobs.items() if not j.finish} | {number: job}
-        self.parts.loop.submit(Submit(request))
+        self._start(request)
         return job
+
+    def _start(self, request: Request) -> None:
+        """Have a request computed, from where an earlier start of this job was."""
+        known = self._book.begin(request, self.spec.vocab) if self._book is not None else ()
+        end = len(request.tokens)
+        self._news += [Emit(request.id, token, end + i) for i, token in enumerate(known)]
+        left = request.max_tokens - len(known)
+        if left and not (known and known[-1] in request.ends):
+            self.parts.loop.submit(Submit(replace(request, tokens=request.tokens + known, max_tokens=left)))
+        else:
+            self._news.append(Finish(request.id, "length" if left == 0 and known[-1] not in request.ends else "end"))
 
     def work(self) -> list[Job]:
         """Let the loop work until it has something to tell; returns the jobs that are over now."""
         over = []
         with _ctrl_c(self.interrupt) as pressed:
-            news = self._pump()
+            news, self._news = (self._news, []) if self._news else (self._pump(), [])
         for out in news:
             job = self._jobs[out.request]
             if isinstance(out, Emit):
@@ -251,6 +271,8 @@ class Engine:
             else:
                 self._finish(job, out)
                 over.append(job)
+        if self._book is not None:
+            self._book.flush()
         if pressed:
             raise KeyboardInterrupt
         return over
@@ -283,6 +305,8 @@ class Engine:
         """Drop a finished job's record; for programs that run for days."""
         if job.finish:
             self._jobs.pop(job.request.id, None)
+            if self._book is not None:
+                self._book.over(job.request.id)
 
     def _emit(self, job: Job, out: Emit) -> None:
         if job.finish or job.stops.matched is not None:
@@ -292,6 +316,8 @@ class Engine:
         job.figures.last = now
         job.figures.tokens += 1
         job.tokens.append(out.token)
+        if self._book is not None:
+            self._book.token(out.request, out.token)
         if job.request.sampling.logprobs:
             job.choices.append(out)
         ended = out.token in job.request.ends

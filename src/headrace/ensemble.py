@@ -18,7 +18,7 @@ from headrace.cluster.handshake import Begin, Failure, Hello, Plan, Ready, Stop,
 from headrace.cluster.members import CONTROL, Link, Member, MpiHead
 from headrace.cluster.message import Limits
 from headrace.cluster.split import by_shares, by_weight, check, parse, ranges
-from headrace.errors import BadMessage, BadRequest, HeadraceError, Lost
+from headrace.errors import BadMessage, BadRequest, Failed, HeadraceError, Lost
 from headrace.kernels.device import PAGE
 from headrace.kernels.dispatch import make_device
 from headrace.memory.budget import Budget
@@ -322,7 +322,7 @@ def _gather(link: Link, kind: type[Said], ranks: Collection[int], seconds: float
         elif isinstance(arrival.message, kind) and arrival.source in ranks:
             heard[arrival.source] = arrival.message
         elif isinstance(arrival.message, Failure):
-            raise Lost(arrival.message.text)
+            raise Failed(arrival.message.text)
         elif isinstance(arrival.message, Stop):
             raise Dismissed(arrival.message.status)
         else:

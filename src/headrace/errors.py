@@ -33,3 +33,7 @@ class Unavailable(HeadraceError):
 
 class Lost(HeadraceError):
     """A rank of the cluster failed, was killed or stopped, or can't be reached; the message names it and its host."""
+
+
+class Failed(Lost):
+    """A rank that says itself why it can't go on; started again it would say the same."""

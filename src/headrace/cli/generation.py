@@ -48,6 +48,8 @@ def load(
     with waiting(f"loading {path.name}"):
         options = choosing(args, replace(machine_of(args), **more), work, free)
         engine = load(path, options, link=args.link)
+    if args.book is not None:
+        engine.follow(args.book)
     if args.trace or engine.parts.loop.targets > 1 or engine.parts.loop.drafting:
         engine.watch(bool(args.trace))
     return engine

