@@ -77,6 +77,8 @@ class Use:
         for link in path:
             seconds = nbytes / link.rate + times * link.latency if nbytes else 0.0
             self.busy[link.shared] += seconds
+            if link.taken:
+                self.busy[f"compute {link.dst}"] += nbytes * link.taken
             self.chain += seconds if chained else 0.0
 
     def work(self, tier: str, seconds: float) -> None:

@@ -44,6 +44,9 @@ class Link:
     resource: str = ""
     staged: float = 0.0
     """Rate from memory that isn't pinned (0: no difference). Only other engines' schedules use it."""
+    taken: float = 0.0
+    """Seconds of computing at ``dst`` that a byte takes: somebody copies it (a virtual machine's disk is another
+    thread's work on the same cores)."""
 
     @property
     def shared(self) -> str:

@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -82,11 +83,12 @@ def probe(
     links: list[Link] = []
     sources = {"device": f"{device.name}, width {width}, measured"}
     if disk is not None:
-        read = disk.rate or disk_rate(disk.path, WEIGHTS, 4, 1.5)
-        small = 0.0 if disk.rate else pages_cost(disk.path, read)
+        alone = disk.rate or disk_rate(disk.path, WEIGHTS, 4, 1.0)
+        small = 0.0 if disk.rate else pages_cost(disk.path, alone)
+        read, taken = (disk.rate, 0.0) if disk.rate else beside(device, formats[0], disk.path, width)
         write = disk.write or read / 2
         tiers.append(Tier("disk", disk.capacity, read, write))
-        links = [Link("disk", tier, read, small, "disk"), Link(tier, "disk", write, small, "disk")]
+        links = [Link("disk", tier, read, small, "disk", taken=taken), Link(tier, "disk", write, small, "disk")]
         how = "as given" if disk.rate else f"direct reads from {disk.path.name}, measured"
         sources["disk"] = how + ("" if disk.write else "; writes assumed half as fast")
     return Machine("this machine", tuple(tiers), tuple(links), (sample.compute,), None, sources)
@@ -168,18 +170,18 @@ def attend_rate(
     table = np.uint64(start) + np.arange(pages, dtype=np.uint64) * np.uint64(extent)
     kv = device.kv_layer(shape, table)
     wide = heads * head_dim
-    program = device.compile((Attend("x", "x", heads, heads // 3, head_dim, head_dim**-0.5),), wide)
+    step = device.compile((Attend("x", "x", heads, heads // 3, head_dim, head_dim**-0.5),), wide).bind({})
     rows = _rows([(length, each)] * sequences)
     x = np.zeros((rows.count, wide), np.float32)
     seen = sum(length - each + 1 + i for i in range(each)) * sequences
-    return 4.0 * wide * seen / _usual(lambda: program.run(x, {}, rows, kv))
+    return 4.0 * wide * seen / _usual(lambda: step.run(x, rows, kv))
 
 
 def overhead(device: Device, width: int) -> float:
     """Seconds of a step that computes next to nothing."""
-    program = device.compile((Scale("x", 1.0),), width).bind({})
+    step = device.compile((Scale("x", 1.0),), width).bind({})
     rows, x = _rows([(1, 1)]), np.zeros((1, width), np.float32)
-    return _usual(lambda: [program.run(x, rows, None) for _ in range(50)]) / 50
+    return _usual(lambda: [step.run(x, rows, None) for _ in range(50)]) / 50
 
 
 def linear_cost(device: Device, count: int = 8) -> float:
@@ -237,6 +239,31 @@ def disk_rate(path: Path, request: int = REQUEST, readers: int = 4, seconds: flo
     if not done:
         raise Unsupported(f"{path}: not one read of {request} bytes came back in {seconds:g} s.")
     return done / elapsed
+
+
+def beside(device: Device, fmt: str, path: Path, width: int = WIDTH, seconds: float = 1.5) -> tuple[float, float]:
+    """The disk's bytes/s while the device computes, and the seconds of computing that a byte read takes from it."""
+    shapes = {"up": (4 * width, width), "down": (width, 4 * width)}
+    program = device.compile((Linear("h", "x", "up"), Linear("x", "h", "down")), width)
+    step = program.bind(_weights(device, fmt, shapes))
+    run, x = _rows([(1, 1)] * 32), np.zeros((32, width), np.float32)
+
+    def steps(going: Callable[[float], bool]) -> float:
+        """Steps a second while that holds, of the seconds so far."""
+        start, done = perf_counter(), 0
+        while going(perf_counter() - start):
+            step.run(x, run, None)
+            done += 1
+        return done / (perf_counter() - start)
+
+    steps(lambda t: t < seconds / 4)
+    before = steps(lambda t: t < seconds / 2)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(disk_rate, path, WEIGHTS, 4, seconds)
+        during = steps(lambda _: not reading.done())
+        rate = reading.result()
+    alone = (before + steps(lambda t: t < seconds / 2)) / 2
+    return rate, max(0.0, 1.0 - during / alone) / rate
 
 
 def _large(nbytes: int) -> memoryview:
