@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from headrace.engine import Engine, Options, load
 from headrace.errors import BadFile, BadRequest, OverBudget, Unsupported
+from headrace.memory.stream import Streamed
+from headrace.planning import PLAIN
 from headrace.run.types import Sampling
 from headrace.speculate import serial
 from headrace.speculate.serial import Frugal, Rates
@@ -108,6 +111,17 @@ def test_drafters_that_cannot_be_are_refused(tiny: Path, tmp_path: Path) -> None
         with pytest.raises(kind) as told:
             load(tiny, Options(threads=1, context=256, **options))
         assert says in str(told.value)
+
+
+def test_layers_that_draft_stay_in_memory(tiny: Path, plain: list[list[tuple[int, ...]]], tmp_path: Path) -> None:
+    """Whatever a plan says of them; the others stream."""
+    places = [PLAIN, *[replace(PLAIN, weights="disk")] * 4, PLAIN]
+    more: dict[str, Any] = {"places": tuple(places), "packs": tmp_path, "policy": "sync"}
+    with load(tiny, Options(threads=1, context=256, caches=4, drafter="layers:2", **more)) as engine:
+        assert isinstance(engine.parts.weights, Streamed)
+        assert engine.parts.weights.order == [3, 4]
+        assert alone(engine) == plain
+        assert engine.head.counts.launched > 0
 
 
 def test_a_kept_cache_goes_on_with_guesses(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

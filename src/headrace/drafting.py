@@ -200,13 +200,11 @@ class Draft:
     def load(
         self, device: Device, weights: Weights | None = None, own: range | None = None
     ) -> tuple[Stage, DeviceComputer]:
-        """weights: the target's, where the layers are its own and here. own: a rank's part of the draft's layers."""
+        """weights: the target's, where the layers are its own, and stay. own: a rank's part of the draft's layers."""
         held: Weights
         layers = self.layers
         own = range(len(layers)) if own is None else own
         if weights is not None and not self.own:
-            if not all(weights.stays(i) for i in self.numbers):
-                raise Unsupported("The draft's layers must stay in memory and here they stream; give a larger --ram.")
             held = Mapped(weights, self.numbers)
         else:
             held = Mapped(Resident(device, self.model, [self.numbers[i] for i in own]), self.numbers)
@@ -278,7 +276,7 @@ def drafter_of(wish: Wish, draft: Draft | None, policy: GuessPolicy | None = Non
     serial = policy if isinstance(policy, Serial) else None
     found: list[Drafter] = []
     if wish.ngram:
-        found.append(NGram(branches=int(min(wish.knob("np", 2), 2)), wanted=serial.active if serial else None))
+        found.append(NGram(branches=int(min(wish.knob("np", 2), 2)), least=serial.least if serial else None))
     if draft is not None:
         growth, number = growth_of(wish, serial, draft.share), len(found)
         made: Drafter

@@ -20,6 +20,7 @@ from headrace.model.layers import Model, load_model
 from headrace.options import Options, batch_threads, cores
 from headrace.placement import (
     MARGIN,
+    Sizes,
     affordable_caches,
     cache_pages,
     context_of,
@@ -37,6 +38,7 @@ from headrace.run.schedule import Order
 from headrace.run.spill import Spilled
 from headrace.run.stage import Stage
 from headrace.run.tiers import TieredComputer
+from headrace.speculate.serial import Serial
 from headrace.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -111,7 +113,12 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     draft = drafting.draft_of(wish, model, tokenizer, replace(options, caches=caches), context)
     if draft is not None:
         draft.take(budget, device, options.rows)
-    streamed = place(budget, device, model, pages, options)
+    sizes = Sizes(device, model)
+    if draft is not None and not draft.own:  # what drafts stays in memory
+        sizes.blocks = [i for i in sizes.blocks if i not in draft.numbers]
+    streamed = place(budget, device, model, pages, options, sizes=sizes)
+    if isinstance(policy, Serial):
+        policy.streams = bool(streamed)
     weights = load_weights(device, model, streamed, options)
     cache = make_cache(device, model, pages, options)
     computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)

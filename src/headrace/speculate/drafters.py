@@ -36,7 +36,8 @@ class NGram:
     longest, shortest: of the n-grams that are looked up; of the places found, those whose match reaches
     furthest back come first. depth: most tokens proposed, about twice the match's length; branches: of them.
     What a guess states follows from the length of its match; how good that is, the head measures, and a rank says
-    which continuation it is. wanted: whether the head has any use for a draft now.
+    which continuation it is. least: the least chance of a guess that the head has any use for now, over 1 for none;
+    what is half as likely isn't looked for.
     """
 
     KEPT = 8
@@ -55,10 +56,10 @@ class NGram:
         depth: int = 16,
         branches: int = 2,
         drafter: int = 0,
-        wanted: Callable[[], bool] | None = None,
+        least: Callable[[], float] | None = None,
     ) -> None:
         self.longest, self.shortest, self.depth = longest, shortest, depth
-        self.branches, self.drafter, self.wanted = branches, drafter, wanted
+        self.branches, self.drafter, self.least = branches, drafter, least
         self._texts: dict[int, _Text] = {}
 
     def on_event(self, event: Committed | Result, now: float) -> list[DraftEffect]:
@@ -84,10 +85,11 @@ class NGram:
                 del places[: -self.KEPT]
 
     def _draft(self, seq: int, text: _Text) -> Draft:
-        guesses = self._guesses(text) if self.wanted is None or self.wanted() else ()
+        least = self.least() if self.least is not None else 0.0
+        guesses = self._guesses(text, least / 2) if least <= 1.0 else ()
         return Draft(seq, len(text.tokens), tuple(text.tokens[-4:]), guesses)
 
-    def _guesses(self, text: _Text) -> tuple[Guess, ...]:
+    def _guesses(self, text: _Text, least: float) -> tuple[Guess, ...]:
         tokens, seen = text.tokens, set[int]()
         guesses: list[Guess] = []
         at: dict[tuple[int, int], int] = {}
@@ -98,7 +100,7 @@ class NGram:
             for length, place in sorted(((self._length(tokens, p, n), p) for p in places), reverse=True):
                 if found == self.branches:
                     return tuple(guesses)
-                found += self._follow(tokens, place, places, length, found, guesses, at)
+                found += self._follow(tokens, place, places, length, found, guesses, at, least)
         return tuple(guesses)
 
     def _length(self, tokens: list[int], place: int, n: int) -> int:
@@ -109,10 +111,10 @@ class NGram:
 
     def _follow(
         self, tokens: list[int], place: int, places: list[int], n: int, rank: int,
-        guesses: list[Guess], at: dict[tuple[int, int], int],
+        guesses: list[Guess], at: dict[tuple[int, int], int], least: float,
     ) -> bool:  # fmt: skip
         """Add the tokens from a place on, as far as ``places`` agree or not; whether that was a new continuation."""
-        parent, new, end = -1, False, len(tokens)
+        parent, new, end, chance = -1, False, len(tokens), 1.0
         for i in range(min(self.depth, 2 * n + 1)):
             # A text that repeats itself runs into its own end and goes on from the place again.
             token = tokens[place + i % (end - place)]
@@ -120,9 +122,12 @@ class NGram:
             sure = 0 if len(agree) < len(places) else min(len(agree), 2)
             places = agree
             index = at.get((parent, token))
+            stated = self.STATED[bisect_right(self.LENGTHS, n + i) - 1][sure] * (1.0 if new else 0.5**rank)
+            chance *= stated if index is None else guesses[index].probability
+            if chance < least:
+                break
             if index is None:
                 index = at[parent, token] = len(guesses)
-                stated = self.STATED[bisect_right(self.LENGTHS, n + i) - 1][sure] * (1.0 if new else 0.5**rank)
                 guesses.append(Guess(token, parent, stated, 0 if new else rank, self.drafter))
                 new = True
             parent = index

@@ -34,7 +34,13 @@ FEW = 64
 
 
 class Serial(Measured):
-    """See the module's docstring. rows: most guesses in a run; floor: least chance of one that is considered."""
+    """See the module's docstring. rows: most guesses in a run; floor: least chance of one that is considered.
+
+    streams: the weights are read for every pass, which takes about as long whatever its rows: then the prompt's pass
+    already says what passes take, and no two plain ones are spent on that.
+    """
+
+    streams = False
 
     def __init__(self, rows: int = 63, most_guesses: int = 96, floor: float = 0.02) -> None:
         self.rates = Rates()
@@ -52,7 +58,11 @@ class Serial(Measured):
 
     def active(self) -> bool:
         """Whether there may be guesses: what passes take is known, and the account isn't overdrawn."""
-        return self.rates.known and self.account > 0.0
+        return (self.rates.known or (self.streams and self._opened)) and self.account > 0.0
+
+    def least(self) -> float:
+        """The least chance of a lone guess that pays, over 1 while there may be none."""
+        return (self.rates(2) - self.rates(1)) / self.pace if self.active() else 2.0
 
     @property
     def pace(self) -> float:
@@ -61,7 +71,10 @@ class Serial(Measured):
         return min(self._elapsed / self._tokens, plain) if self._tokens >= 1.0 else plain
 
     def ready(self, seq: int, tip: Node, now: float) -> bool:
-        """A next token waits for its draft: nobody else could use the time."""
+        """A next token waits for its draft, if any can be of use: nobody else could use the time."""
+        if not self.active():
+            self._since = None
+            return True
         known = tip.position + 1
         if self._begun.setdefault(seq, known) == known:
             return True
@@ -85,12 +98,14 @@ class Serial(Measured):
 
     def returned(self, run: int, rows: int, now: float) -> None:
         began, known, guesses, decoding = self._out.pop(run)
-        if not decoding or not known or rows < known + guesses:
+        if not (decoding or self.streams) or not known or rows < known + guesses:
             return
         took = now - began
         self.rates.note(known + guesses, took)
         if not self._opened:
             self._opened, self.account = True, START * took
+        if not decoding:
+            return
         plain = self.rates(known)
         self._each = plain / known
         self._elapsed, self._tokens = 0.96 * self._elapsed, 0.96 * self._tokens
@@ -112,7 +127,7 @@ class Serial(Measured):
 
     def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
         super().judged(seq, tip, chosen, now)
-        self._tokens += 1
+        self._tokens += self._elapsed > 0.0
         if chosen is not None and chosen.launched:
             self._earn(self._each)
 
@@ -200,8 +215,8 @@ class Frugal(Continuous):
         while grown.heap and len(picked) < self.rows and left > 0:
             leaf = grown.heap[0][2]
             if leaf.state == NEW:
-                cost = self._step(len(picked) + 1)
-                if self._worth(exp(leaf.score - base)) <= cost - spent:
+                cost, chance = self._step(len(picked) + 1), exp(leaf.score - base)
+                if chance < self.floor or self._worth(chance) <= cost - spent:
                     break
                 picked.append(leaf)
                 spent = cost
