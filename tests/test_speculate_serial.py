@@ -1,0 +1,75 @@
+"""Our policy where everything takes turns: what it knows when, and what it then lets travel."""
+
+from __future__ import annotations
+
+from math import log
+
+from headrace.memory.slots import Lease
+from headrace.run.schedule import Order
+from headrace.run.tree import Node, graft
+from headrace.run.types import Draft, Guess, Row
+from headrace.speculate.grow import DONE, Grown, Leaf
+from headrace.speculate.serial import Frugal, Serial
+
+PROMPT = 24
+ORDER = Order(rows=64, guesses=63)
+
+
+def served(policy: Serial, passes: list[float]) -> tuple[Node, float]:
+    """The prompt's pass and then next tokens' passes of so many seconds; the tip and the time."""
+    tip, now = Node(7, PROMPT - 1), 0.0
+    for run, took in enumerate(passes):
+        rows = PROMPT if run == 0 else 1
+        sent = [(Row(0, i, 5, i, wanted=i == rows - 1), tip if i == rows - 1 else None) for i in range(rows)]
+        policy.launched(run, sent, now)
+        now += took
+        policy.returned(run, rows, now)
+        policy.judged(0, tip, None, now)
+        tip = Node(7, tip.position + 1)
+    return tip, now
+
+
+def placed(policy: Serial, tip: Node, now: float, chance: float = 0.75) -> int:
+    """Guesses that travel with the next token, of two chains of 16."""
+    guesses = [Guess(9 if i == 0 else 8, i - 1, chance) for i in range(16)]
+    guesses += [Guess(10 if i == 0 else 8, 15 + i if i else -1, chance / 8 if i == 0 else chance) for i in range(16)]
+    draft = Draft(0, tip.position + 1, (7,), tuple(guesses))
+    fresh = graft(tip, [7] * (tip.position + 1), draft)
+    assert len(fresh) == 32
+    policy.drafted(0, draft, fresh, now)
+    tip.run = 99
+    return sum(len(nodes) for _, nodes in policy.place([(0, tip)], [1], True, ORDER, now))
+
+
+def test_where_weights_stream_the_prompt_says_what_passes_take() -> None:
+    resident, streaming = Serial(), Serial()
+    streaming.streams = True
+    tip, now = served(resident, [1.0, 1.0])
+    assert not resident.active() and placed(resident, tip, now) == 0
+    tip, now = served(streaming, [1.0])
+    assert streaming.active()
+    # 24 rows took a second, so each more is thought to cost 12 ms: all that may be right with more than 2% travel.
+    assert placed(streaming, tip, now) > 16
+
+
+def test_resident_rows_cost_until_they_were_tried() -> None:
+    policy = Serial()
+    tip, now = served(policy, [1.0, 0.1, 0.1, 0.1])
+    assert policy.active()
+    assert 1 <= placed(policy, tip, now) <= 5
+
+
+def test_a_draft_is_not_grown_where_nothing_would_be_launched() -> None:
+    policy = Serial()
+    policy.streams = True
+    served(policy, [1000.0])
+    growth = Frugal(policy)
+    growth.rates.note(1, 1e-6)
+    growth.rates.note(1, 1e-6)
+    root = Leaf(7, PROMPT, None)
+    root.state = DONE
+    likely, hardly = Leaf(8, PROMPT + 1, root), Leaf(9, PROMPT + 1, root)
+    likely.score, hardly.score = log(0.5), log(policy.floor / 2)
+    heap = [(-likely.score, 0, likely), (-hardly.score, 1, hardly)]
+    grown = Grown(0, Lease([], 0), [7] * PROMPT, root, heap=heap)
+    assert growth.pick(grown) == [likely]
