@@ -121,7 +121,7 @@ class Attempt:
                     del names[file]
             over = process.poll() is not None or self.end.status is not None
             ended = ended or (now if over else 0.0)
-            if not self._pass_on(process) or (ended and now - ended > PARTING):
+            if not self._pass_on(process) or self.end.lost or (ended and now - ended > PARTING):
                 return
             if not ended and now - heard > (SILENCE if self.end.begun else START):
                 what = "has said nothing" if self.end.begun else "and the others haven't come together"
@@ -133,7 +133,7 @@ class Attempt:
         for stream in (process.stdin, process.stdout, process.stderr):
             with suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
-        if process.poll() is None:
+        if process.poll() is None and not self.end.lost:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PARTING)

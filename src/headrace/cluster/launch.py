@@ -26,8 +26,6 @@ PROBE = 15.0
 """Seconds a host may take to answer."""
 KEPT = 64 << 20
 """Bytes of standard input that are given again after a loss."""
-DETECT = 8
-"""Seconds in which MPI itself notices a rank that stands still or can't be reached."""
 
 SWEEP = """import os
 for n in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
@@ -145,11 +143,9 @@ class Launcher:
             "plm_ssh_agent": " ".join(self.way.ssh), "plm_ssh_no_tree_spawn": "1", "headrace_job": self.job,
             "oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "2", "oob_tcp_keepalive_probes": "4",
         }  # fmt: skip
-        detect = {"": "true", "_period": f"{DETECT / 4}", "_timeout": f"{DETECT}"}
         words = [*self.way.mpirun, "--with-ft", "ulfm", "--bind-to", "none", "-n", str(len(numbers))]
         words += ["--host", ",".join(f"{name}:{ranks}" for name, ranks in left)]
         words += [word for name, value in prte.items() for word in ("--prtemca", name, value)]
-        words += [word for name, value in detect.items() for word in ("--mca", f"mpi_ft_detector{name}", value)]
         words += ["-x", f"HEADRACE_LAUNCHER={self.job}:{','.join(numbers)}"]
         words += [word for name in self.exported for word in ("-x", name)]
         return [*words, self.way.python, "-m", "headrace", *self.words]
