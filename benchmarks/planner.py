@@ -1,7 +1,7 @@
 """The planner against real runs: what it predicts, and whether what it finds is the fastest.
 
     python benchmarks/planner.py accuracy [--rounds 3]       eight unlike configurations, predicted and measured
-    python benchmarks/planner.py search [--plans 6]          its plan against random plans that fit and its neighbours
+    python benchmarks/planner.py search [--plans 15]         its plan against random plans that fit and its neighbours
 
 Constants come from ``measured.machine`` alone. On a machine that others use too its speed changes by the minute, so
 ``accuracy`` measures them anew before each configuration, and the disk's rate after it too, of which it takes the
@@ -32,7 +32,7 @@ from headrace.model.layers import load_model
 from headrace.options import Choice, Options
 from headrace.placement import open_file
 from headrace.plan.machine import Machine
-from headrace.plan.probe import WEIGHTS, disk_rate
+from headrace.plan.probe import beside
 from headrace.plan.sizes import Workload
 from inflate import inflate
 from model_zoo import gemma3, smollm2
@@ -72,9 +72,11 @@ class Case:
         self.options = Options(ram=mib << 20, context=sum(work[:2]) + 1, kv_bits=bits, choice=choice, threads=THREADS)
         self.seed = 0
 
+    def formats(self) -> list[str]:
+        return sorted({p.fmt for la in self.model.layers[1:] for p in la.tensors.values() if p.n > 1})
+
     def machine(self, again: bool) -> Machine:
-        formats = {p.fmt for la in self.model.layers[1:] for p in la.tensors.values() if p.n > 1}
-        return measured.machine(self.device, resolve().cache, sorted(formats), self.options.kv_bits, disk=self.path,
+        return measured.machine(self.device, resolve().cache, self.formats(), self.options.kv_bits, disk=self.path,
                                 again=again, apart=True)  # fmt: skip
 
     def planner(self, machine: Machine) -> planning.Planner:
@@ -121,7 +123,7 @@ def child(number: int, rounds: int, again: bool) -> dict[str, Any]:
         once()
         seconds = [once() for _ in range(rounds)]
     before = machine.tier("disk").read
-    after = before if not again else disk_rate(case.path, WEIGHTS, 4, 1.5)
+    after = before if not again else beside(case.device, case.formats()[0], case.path)[0]
     known = case.planner(machine.faster("disk", (before + after) / 2 / before))
     p, o = known.predict(shape.candidate.plan, case.work), shape.options
     tokens = case.work.batch * case.work.gen_len
@@ -143,10 +145,13 @@ def neighbours(shapes: list[planning.Shape], best: planning.Shape) -> list[plann
     return [s for s in shapes if sum(a != b for a, b in zip(knobs(s), knobs(best), strict=True)) == 1]
 
 
-def searched(plans: int, rounds: int) -> dict[str, Any]:
+SEARCHED = {"inflated": (400, (16, 16), (24, 6, 24)), "gemma": (340, (16, 16), (32, 8, 16))}
+
+
+def searched(name: str, plans: int, rounds: int) -> dict[str, Any]:
     """The searched plan, ``plans`` random ones that fit and as many neighbours, each run once; then the best three
     in turn with it, medians."""
-    case = Case("inflated", 400, (16, 16), (24, 6, 24))
+    case = Case(name, *SEARCHED[name])
     shapes = case.planner(case.machine(True)).best()
     best, pick = shapes[0], random.Random(0)
     near = neighbours(shapes[1:], best)
@@ -186,12 +191,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("accuracy", "search"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plans", type=int, default=6, help="random plans, and neighbours")
+    parser.add_argument("--plans", type=int, default=15, help="random plans, and neighbours")
+    parser.add_argument("--model", choices=SEARCHED, default="gemma", help="of the search")
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of configurations, from 1")
     args = parser.parse_args()
     if args.what == "search":
-        print(json.dumps(searched(args.plans, args.rounds), indent=1))
+        print(json.dumps(searched(args.model, args.plans, args.rounds), indent=1))
         return
     found = accuracy(args.rounds, args.frozen, args.only)
     good = sum(abs(f["error"]) <= 0.15 for f in found)
