@@ -1,6 +1,6 @@
 """Deterministic testing: a random cluster, model, load, drafter and policy from one seed, run in virtual time.
 
-    python benchmarks/simulate_seeds.py [--start 0] [--count 100000]
+    python benchmarks/simulate_seeds.py [--start 0] [--count 100000] [--faults]
 
 The text must be plain decoding's, nothing may be left over, and it must end. One process, one core; prints each failing
 seed (``run_seed(seed)`` repeats it) and the rate.
@@ -12,7 +12,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -126,7 +126,7 @@ def run_seed(seed: int, made: Made | None = None) -> str:
     layers, requests = rnd.randint(1, 5), requests_of(rnd)
     plain = {r.id: LightModel(layers, VOCAB, seed).plain(r) for r in requests}
     truth = {r.id: (*r.tokens, *plain[r.id][0]) for r in requests}
-    simulation = _cluster(rnd, seed, layers, made, guessing_of(rnd, truth))
+    simulation = cluster(rnd, seed, layers, made, guessing_of(rnd, truth))
     withdrawn: set[int] = set()
     for r in requests:
         at = rnd.choice((0.0, rnd.random() * 30))
@@ -138,26 +138,42 @@ def run_seed(seed: int, made: Made | None = None) -> str:
         log = simulation.run(100_000)
     except (Stuck, BadMessage, KeyError, AssertionError, IndexError) as error:
         return f"seed {seed}: {type(error).__name__}: {error}"
+    wrong = verdict(requests, plain, withdrawn, log.emitted, log.finished) or next(
+        iter(simulation.check_integrity()), ""
+    )
+    return f"seed {seed}: {wrong}" if wrong else ""
+
+
+def verdict(
+    requests: Sequence[Request],
+    plain: Mapping[int, tuple[list[int], str]],
+    withdrawn: Collection[int],
+    emitted: Sequence[tuple[float, int, int]],
+    finished: Sequence[tuple[float, int, str]],
+) -> str:
+    """What is wrong with what was told; "" when it's plain decoding's text, each token once."""
     texts: dict[int, list[int]] = {r.id: [] for r in requests}
-    for _, seq, token in log.emitted:
+    for _, seq, token in emitted:
         texts[seq].append(token)
-    for _, seq, reason in log.finished:
+    for _, seq, reason in finished:
         text, why = plain[seq]
         whole = (texts[seq], reason) == (text, why)
         part = seq in withdrawn and reason == "cancelled" and texts[seq] == text[: len(texts[seq])]
         if not (whole or part or (reason == "too long" and not texts[seq])):
-            return f"seed {seed}: sequence {seq} gave {texts[seq]} ({reason}), plain decoding {text} ({why})"
-    if len(log.finished) != len(requests):
-        return f"seed {seed}: {len(log.finished)} of {len(requests)} requests were answered"
-    wrong = simulation.check_integrity()
-    return f"seed {seed}: {wrong[0]}" if wrong else ""
+            return f"sequence {seq} gave {texts[seq]} ({reason}), plain decoding {text} ({why})"
+    if len(finished) != len(requests):
+        return f"{len(finished)} of {len(requests)} requests were answered"
+    return ""
 
 
-def _cluster(rnd: random.Random, seed: int, layers: int, made: Made, guessing: Guessing) -> Simulation:
-    count = rnd.randint(1, layers)
+def cluster(
+    rnd: random.Random, seed: int, layers: int, made: Made, guessing: Guessing, epoch: int = 0, most: int = 99
+) -> Simulation:
+    """Random nodes, at most so many, with random speeds and links."""
+    count = rnd.randint(1, min(layers, most))
     edges = [0, *sorted(rnd.sample(range(1, layers), count - 1)), layers]
     stages: list[tuple[Stage, Computer | None]] = [
-        (made.stage(a, b, layers), LightModel(layers, VOCAB, seed)) for a, b in pairwise(edges)
+        (made.stage(a, b, layers, epoch), LightModel(layers, VOCAB, seed)) for a, b in pairwise(edges)
     ]
     pages = rnd.randint(4, 14)
     order = Order(
@@ -174,7 +190,7 @@ def _cluster(rnd: random.Random, seed: int, layers: int, made: Made, guessing: G
     link = LinkSpec(
         rnd.choice((0.0, 0.1, 2.0)), rnd.choice((1e3, 1e6)), rnd.choice((0.0, 0.5, 5.0)), stall, rnd.choice((0.0, 20.0))
     )
-    head = made.head(pages, order, guessing.policy)
+    head = made.head(pages, order, guessing.policy, epoch)
     lazy = rnd.random() < 0.3
     fixed, small = speeds[0], rnd.choice((0.02, 0.3))
     draft: list[tuple[Stage, Computer | None]] = []
@@ -193,10 +209,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--faults", action="store_true", help="lose ranks, links, drafters, heads (simulate_faults.py)")
     args = parser.parse_args()
+    one = run_seed
+    if args.faults:
+        from simulate_faults import run_seed as one
     start, failed = time.perf_counter(), 0
     for done, seed in enumerate(range(args.start, args.start + args.count), 1):
-        if wrong := run_seed(seed):
+        if wrong := one(seed):
             failed += 1
             print(wrong, flush=True)
         if done % 5000 == 0 or done == args.count:

@@ -27,12 +27,19 @@ from headrace.placement import MARGIN, Sizes, resident_now
 from headrace.plan import probe
 from headrace.plan.cost import Costing, Knobs
 from headrace.plan.machine import Machine
+from headrace.plan.pace import circling
 from headrace.plan.sizes import Workload
 from headrace.planning import PLAIN, ROWS, RUNS, SEQUENCES, cost_of
 from headrace.run.schedule import Order
 
 ALIKE = 0.08
 """Ranks whose speeds differ by less count as equal: that much two measurements of one machine differ."""
+WORTH = 0.97
+"""Blocks are taken together where a round is shorter than this part of one without: those that leave a rank together
+come to the next one after another, and the second waits there."""
+SLIP = 1.1
+"""What a chain of stages takes over the sum of its parts, where nobody has work to wait for: blocks differ, and a late
+one delays all."""
 HOP = 1e-3, 110e6
 """Seconds and bytes/s of a message between ranks: gigabit Ethernet, as nobody measures it here."""
 TRIED = 6
@@ -98,7 +105,7 @@ def _quick(device: Device, model: Model, options: Options) -> Machine:
 @dataclass(frozen=True)
 class Shared:
     """The decision. edges: [first, end) of each rank's layers; together: rows that a rank takes in one go over its
-    layers where they stream (0: it reads nothing). seconds, rate: what the work should take, new tokens/s then. why:
+    layers (0: each block by itself). seconds, rate: what the work should take, new tokens/s then. why:
     for people, of each rank; telling: whether they want to know."""
 
     edges: tuple[tuple[int, int], ...]
@@ -201,11 +208,10 @@ class Sharing:
         return count * self._extent / disk.read
 
     def stage(self, shape: Shape, rank: int, first: int, end: int) -> tuple[float, float, float]:
-        """Seconds of a rank for a block of prompts, for one of next tokens, and for reading its layers."""
+        """Seconds that a rank computes a block of prompts, and one of next tokens, and that it reads its layers."""
         read = self.read(shape, rank, first, end)
         prompt, following = (self._sums(rank, self._knobs(shape, p), p) for p in (True, False))
-        times = [HOP[0] + max(read, sums[end] - sums[first]) for sums in (prompt, following)]
-        return times[0], times[1], read
+        return HOP[0] + prompt[end] - prompt[first], HOP[0] + following[end] - following[first], read
 
     # --- what it all takes ------------------------------------------------------------------------------
 
@@ -219,9 +225,17 @@ class Sharing:
         """The whole work: a block is done when it has been through all stages, and the slowest stage is the pace."""
         stages = [self.stage(shape, rank, *edge) for rank, edge in enumerate(edges)]
         prompts, rounds = self.counts(shape)
-        first, then = (sum(s[i] for s in stages) + self._wire(shape, i) for i in (0, 1))
-        filled = max(max(s[0] for s in stages), first / shape.blocks)
-        return prompts * filled + first + rounds * max(shape.blocks * max(s[1] for s in stages), then)
+        busy = [max(prompt, read) for prompt, _, read in stages]
+        first = sum(busy) + self._wire(shape, 0)
+        return prompts * max(max(busy), first / shape.blocks) + first + rounds * self.round(shape, stages)
+
+    def round(self, shape: Shape, stages: Sequence[tuple[float, float, float]], together: bool = False) -> float:
+        """Seconds in which every sequence gets a token. together: ranks that read take the blocks that wait in one."""
+        hop = self._wire(shape, 1) / len(stages)
+        if together:
+            return circling([(computed, read) for _, computed, read in stages], shape.blocks, True, hop)
+        busy = [max(computed, read) for _, computed, read in stages]
+        return max(shape.blocks * max(busy), SLIP * sum(busy) + hop * len(busy))
 
     def _wire(self, shape: Shape, phase: int) -> float:
         rows = shape.nexts if phase else shape.rows * shape.runs
@@ -232,8 +246,8 @@ class Sharing:
         prompts, rounds = self.counts(shape)
 
         def busy(rank: int, first: int, end: int) -> float:
-            prompt, following, _ = self.stage(shape, rank, first, end)
-            return prompts * prompt + rounds * shape.blocks * following
+            prompt, following, read = self.stage(shape, rank, first, end)
+            return prompts * max(prompt, read) + rounds * shape.blocks * max(following, read)
 
         counts, seconds = by_time(busy, len(self.model.layers), len(self.ranks))
         return ranges(counts) if seconds < math.inf else None
@@ -256,7 +270,7 @@ class Sharing:
     def best(self, fixed: tuple[tuple[int, int], ...] | None = None) -> Shared:
         """The fastest shape with its split, or with the edges given. OverBudget, with the numbers, for none."""
         shapes = list(self.shapes())
-        start = fixed or next(filter(None, map(self.split, shapes[:1] + shapes)), None)
+        start = fixed or self.split(shapes[0])  # the smallest
         if start is None:
             raise self._refusal(shapes[0])
         tried = sorted(shapes, key=lambda s: self._order(s, start))[:TRIED]
@@ -266,7 +280,8 @@ class Sharing:
         shape, edges = min(found, key=lambda f: self._order(*f))
         seconds = self.seconds(shape, edges)
         stages = [self.stage(shape, rank, *edge) for rank, edge in enumerate(edges)]
-        together = tuple(self._together(shape, rank, edge) for rank, edge in enumerate(edges))
+        pays = self.round(shape, stages, True) < WORTH * self.round(shape, stages)
+        together = tuple(int(shape.nexts * read / took) if pays else 0 for _, took, read in stages)
         return Shared(
             edges, shape.rows, shape.runs, shape.blocks, shape.sequences, shape.pages, together, seconds,
             self.work.batch * self.work.gen_len / seconds, tuple(self._why(shape, edges, stages)), self.free,
@@ -285,13 +300,6 @@ class Sharing:
             shape.runs,
         )
 
-    def _together(self, shape: Shape, rank: int, edge: tuple[int, int]) -> int:
-        """Rows that a rank computes while it reads its layers once."""
-        read = self.read(shape, rank, *edge)
-        following = self._sums(rank, self._knobs(shape, False), False)
-        took = following[edge[1]] - following[edge[0]]
-        return int(shape.nexts * read / took) if 0 < read < math.inf and took > 0 else 0
-
     def _refusal(self, shape: Shape) -> OverBudget:
         has = ", ".join(human(r.memory) for r in self.ranks)
         return OverBudget(
@@ -306,11 +314,11 @@ class Sharing:
         """For each rank: its layers, how fast it is beside the fastest, and what it waits for."""
         knobs = self._knobs(shape, False)
         whole = [self._sums(rank, knobs, False)[-1] for rank in range(len(edges))]
-        for rank, ((first, end), (_, following, read)) in enumerate(zip(edges, stages, strict=True)):
+        for rank, ((first, end), (_, computed, read)) in enumerate(zip(edges, stages, strict=True)):
             text = f"{end - first} layers, computes at {min(whole) / whole[rank]:.0%} of the fastest"
             if read:
                 text += f", reads its layers in {read:.3g} s"
-            yield f"{text}, {following:.3g} s for {shape.nexts} next token{'s' * (shape.nexts > 1)}"
+            yield f"{text}, {max(computed, read):.3g} s for {shape.nexts} next token{'s' * (shape.nexts > 1)}"
 
 
 def _levelled(ranks: Sequence[Rank], width: int) -> list[Rank]:

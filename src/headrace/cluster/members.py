@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from headrace.run.types import (
     Emit,
     Finish,
     Forget,
+    HeadEvent,
     Passed,
     Result,
     RunMessage,
@@ -73,6 +74,21 @@ def for_address(carrier: Carrier, to: int) -> tuple[type, ...]:
     if to == carrier.HEAD:
         return Result, Passed, Draft
     return (Committed, Result) if to == carrier.DRAFTER else (RunMessage, Cancel)
+
+
+def again(head: Head, asked: Iterable[Event]) -> list[HeadEvent]:
+    """What another head is to be told so that it goes on where this one is, and what this one was yet to hear.
+
+    A sequence begins again with all its tokens: each depends on the ones before it and its position alone.
+    """
+    begun = [
+        replace(
+            live.request, tokens=tuple(live.tokens), max_tokens=live.request.max_tokens - live.emitted, continues=None
+        )
+        for live in head.live.values()
+    ]
+    new = [event for event in asked if isinstance(event, Submit | Withdraw | Forget)]
+    return [*map(Submit, begun), *map(Submit, head.waiting), *new]
 
 
 class Routed(Carrier):
@@ -180,21 +196,10 @@ class MpiHead(Routed, Loopback):
 
         Tokens already told are not told again: each depends on the ones before it and its position alone.
         """
-        before, queue = self.head, self._queue
-        again = [
-            Submit(
-                replace(
-                    live.request,
-                    tokens=tuple(live.tokens),
-                    max_tokens=live.request.max_tokens - live.emitted,
-                    continues=None,
-                )
-            )
-            for live in before.live.values()
-        ]
-        asked = [event for to, event in queue if to == self.HEAD and isinstance(event, Submit | Withdraw | Forget)]
+        asked = [event for to, event in self._queue if to == self.HEAD]
+        events = again(self.head, asked)
         self.ranks, self.head, self.stages, self.targets = ranks, head, list(stages), targets
-        self._queue = deque((self.HEAD, event) for event in (*again, *map(Submit, before.waiting), *asked))
+        self._queue = deque((self.HEAD, event) for event in events)
         self._silent = set()
         if self.seen is not None:
             self.watch(self.seen.anew())

@@ -20,6 +20,11 @@ class Clock:
         self._said += 1
         heapq.heappush(self._heap, (max(time, self.now), self._said, call, args))
 
+    @property
+    def next(self) -> float | None:
+        """When the next thing happens."""
+        return self._heap[0][0] if self._heap else None
+
     def turn(self) -> bool:
         """Let the next thing happen; False when there is none."""
         if not self._heap:
