@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from headrace.jobs.batch import Report
 
 USUAL = {"sequences": 64, "rows": 256, "runs": 1}
+CUT_OFF = 60.0
+"""Seconds after which a head that hears of no other rank has surely left."""
 FAILED = 1
 """Exit status when every row has its line but some of them are error rows."""
 
@@ -107,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     with load(args, work, {*USUAL, "caches"} - set(pinned), caches=0, **USUAL | pinned) as engine:
         names = None if args.any_model else names_of(args.model, engine.parts.name)
         batch = Batch(engine, args.input, args.output, args.seed, names, args.restart, progress)
+        if args.book is not None:  # a head that is cut off from the others may still have the state
+            batch.patience = CUT_OFF
         try:
             with interruptible(batch):
                 report = batch.run()

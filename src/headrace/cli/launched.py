@@ -31,11 +31,11 @@ def only_left(args: argparse.Namespace, left: tuple[int, ...]) -> None:
 @contextmanager
 def told(args: argparse.Namespace) -> Iterator[None]:
     """While the command runs. What an earlier start had committed comes first on standard input."""
-    before = Journal()
+    out, before = Out(os.dup(sys.stdout.fileno())), Journal()
+    out.say(journal.HERE)
     while (line := sys.stdin.buffer.readline(journal.LINE)) and (said := journal.read(line)) != (journal.END, b""):
         if said is not None:
             before.hear(said.data)
-    out = Out(os.dup(sys.stdout.fileno()))
     args.book = Book(out.say, before)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(out), encoding="utf-8")
     # mpirun carries this one to the ranks; on Ctrl-C of its own it would end them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
@@ -76,7 +77,7 @@ class Attempt:
         self.words, self.session, self.end = words, session, Ended()
         self._skip, self._again = session.told, hashlib.sha256()
         self._first = b"".join(session.journal.lines()) + journal.write(journal.END)
-        self._given = 0
+        self._here, self._given = False, 0
         """Bytes of input that mpirun has, those of the journal first."""
         self._lines = {"out": b"", "err": b""}
         self._block: list[bytes] | None = None
@@ -86,7 +87,9 @@ class Attempt:
     def run(self) -> Ended:
         pipe = subprocess.PIPE
         # A session of its own: Ctrl-C on a terminal comes here alone.
-        process = subprocess.Popen(self.words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        process = subprocess.Popen(
+            self.words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, preexec_fn=_end_with_parent
+        )
         try:
             self._attend(process)
         finally:
@@ -156,7 +159,7 @@ class Attempt:
     def _sink(self, process: subprocess.Popen[bytes]) -> list[int]:
         """mpirun's input, while there is something to give; closes it when there will be nothing more."""
         assert process.stdin
-        if process.stdin.closed:
+        if process.stdin.closed or not self._here:
             return []
         if self._given < len(self._first) + len(self.session.typed):
             return [process.stdin.fileno()]
@@ -194,7 +197,9 @@ class Attempt:
         return head
 
     def _hear(self, said: journal.Line) -> None:
-        if said.kind == journal.BEGUN:
+        if said.kind == journal.HERE:
+            self._here = True
+        elif said.kind == journal.BEGUN:
             self.end.begun = True
         elif said.kind == journal.JOURNAL:
             self.session.journal.hear(said.data)
@@ -227,3 +232,9 @@ class Attempt:
             return
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
+
+
+def _end_with_parent() -> None:
+    """When the launcher is killed, mpirun is told to end (Linux; man 2 PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)

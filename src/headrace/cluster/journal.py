@@ -23,9 +23,10 @@ from typing import NamedTuple
 from headrace.run.types import Request
 
 MARK = b"headrace1"
-BEGUN, ALIVE, TEXT, JOURNAL, END = "batje"
-"""Kinds of lines. BEGUN: all ranks are there; TEXT: of standard output; END: the status and, when a rank was lost and
-the job can't go on, why. From launcher to head: JOURNAL lines, then END."""
+HERE, BEGUN, ALIVE, TEXT, JOURNAL, END = "hbatje"
+"""Kinds of lines. HERE: the head listens (input that mpirun gets earlier may be lost); BEGUN: all ranks are there;
+TEXT: of standard output; END: the status and, when a rank was lost and the job can't go on, why. From launcher to head:
+JOURNAL lines, then END."""
 PART = 24 << 10
 """Most bytes in a line, before base64."""
 LINE = 1 << 16

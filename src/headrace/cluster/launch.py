@@ -119,7 +119,8 @@ class Launcher:
         """Hosts to start again over. Raises what says why not."""
         away = self._sweep()
         there = [(name, ranks) for name, ranks in self.hosts if name not in away]
-        why = end.lost or ("The head is gone" if end.begun else f"The start failed with status {end.code}")
+        gone = "The head is gone" if end.begun else f"The start failed with status {end.code}"
+        why = end.lost.partition("; look at that machine")[0] or gone
         why = "; ".join([why.rstrip("."), *([_listed(away)] if away else [])])
         if not there:
             raise Lost(f"{why}. No host is left.")
@@ -129,6 +130,8 @@ class Launcher:
             raise Lost(f"{why}. Over {KEPT >> 20} MiB of input were read, too much to be given again; start anew.")
         if again >= self.restarts:
             raise Lost(f"{why}. Given up after {again} new starts (--restarts).")
+        if self.words[0] == "batch" and next(self.session.journal.lines(), None):  # its state is this job's now
+            self.words = [word for word in self.words if word != "--restart"]
         names = ", ".join(name for name, _ in there)
         self.tell(f"{why}. Starting again over {names} ({again + 1} of at most {self.restarts} times).")
         return there

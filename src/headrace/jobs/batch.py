@@ -20,7 +20,7 @@ from headrace.formats.files import atomic
 from headrace.jobs.answer import REASONS, answered, failed, row_id
 from headrace.jobs.asked import Asked, custom_id_of, parse_line, understand
 from headrace.jobs.rows import MAX_LINE, RowFile
-from headrace.jobs.state import Outcome, State, discard
+from headrace.jobs.state import PATIENCE, Outcome, State, discard
 from headrace.text.template import ChatTemplate
 
 TOGETHER = 256
@@ -79,6 +79,8 @@ class Batch:
     names: tuple[str, ...] | None = None
     restart: bool = False
     tell: Callable[[Report], None] | None = None
+    patience: float = PATIENCE
+    """Seconds to wait for another process that has the state."""
     _key: str = field(default="", init=False)
     _template: ChatTemplate | None = field(default=None, init=False)
     _open: list[_Row] = field(default_factory=list, init=False)
@@ -105,7 +107,7 @@ class Batch:
             return self._done_before(rows.total)
         with suppress(HeadraceError):  # without a template only rows of messages fail
             self._template = ChatTemplate(self.engine.tokenizer)
-        with State(path, anew=self.restart) as state:
+        with State(path, self.restart, self.patience) as state:
             if self.restart:
                 self.target.unlink(missing_ok=True)
             # The input's time, so that the output is the same however often and wherever the job was started.

@@ -48,11 +48,11 @@ class State:
     While it is open no other process can open it. A context manager.
     """
 
-    def __init__(self, path: Path, anew: bool = False) -> None:
+    def __init__(self, path: Path, anew: bool = False, patience: float = PATIENCE) -> None:
         """anew: forget what is in it. BadFile when the file is no job's state, in use, or can't be made."""
         self.path = path
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=PATIENCE)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=patience)
         except sqlite3.OperationalError as e:
             raise BadFile(f"{path}: can't be made to keep the job's state ({e}); is the folder writable?") from None
         try:
