@@ -34,7 +34,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("placement",),
     ("planning",),
     ("drafting", "sharing"),
-    ("setup",),
+    ("setup", "shipping"),
     ("ensemble",),
     ("engine",),
     ("simulate", "jobs", "serve"),

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def main() -> int:
     from headrace.ensemble import serve
 
     path, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
-    options = Options(**{"threads": 1, "context": 512, **asked.get("options", {})})
+    told = partial(print, file=sys.stderr, flush=True)
+    options = Options(**{"threads": 1, "context": 512, "tell": told, **asked.get("options", {})})
     with join() as link:
         if link.rank:
             if link.rank == 1 and "freeze" in asked:

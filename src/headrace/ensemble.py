@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from headrace import __version__, drafting
-from headrace.cluster.handshake import Begin, Failure, Hello, Plan, Ready, Stop, difference, threads_each
+from headrace import __version__, drafting, shipping
+from headrace.cluster import handshake
+from headrace.cluster.handshake import Begin, Failure, Hello, Part, Plan, Ready, Stop, difference, threads_each
 from headrace.cluster.members import CONTROL, Link, Member, MpiHead
 from headrace.cluster.message import Limits
-from headrace.cluster.split import by_shares, by_weight, check, parse, ranges
+from headrace.cluster.ship import WINDOW
+from headrace.cluster.split import check, over_ranks, parse
 from headrace.errors import BadMessage, BadRequest, Failed, HeadraceError, Lost
 from headrace.kernels.device import PAGE
 from headrace.kernels.dispatch import make_device
@@ -33,6 +36,7 @@ from headrace.run.schedule import Order
 from headrace.run.stage import Stage
 from headrace.run.trace import Recorder
 from headrace.setup import Parts
+from headrace.sharing import heard, rank_of, said, share
 from headrace.speculate.drafters import Drafter
 from headrace.speculate.learned import Learned, probe
 from headrace.text.tokenizer import Tokenizer
@@ -42,7 +46,7 @@ GREETING = 300.0
 PARTING = 20.0
 """Seconds a rank that failed waits to be sent home."""
 
-Said = TypeVar("Said", Begin, Hello, Plan, Ready)
+Said = TypeVar("Said", Begin, Hello, Plan, Ready, handshake.Manifest, Part)
 
 
 class Dismissed(Exception):
@@ -75,9 +79,9 @@ class Team:
         self.link, self.model, self.options = link, model, options
         self.context = context_of(model, options.context)
         self.epoch = 0
-        self.order = Order(rows=options.rows, runs=options.runs, chunk=options.rows, sequences=options.sequences)
         self.wish = drafting.wish_of(options)
         self.draft = drafting.draft_of(self.wish, model, tokenizer, options, self.context)
+        self.giver = shipping.giver_of(link, model, self.draft, options)
         self.plan, self.mine = self.gather()
         self.parts: Parts | None = None
 
@@ -96,7 +100,7 @@ class Team:
         link = self.link
         for rank in range(1, link.size):
             link.send(rank, CONTROL, Begin())
-        plan = _agree(link, self.model, self.options, self.context, self.epoch, self.draft)
+        plan, self.order = _agree(link, self.model, self.options, self.context, self.epoch, self.draft)
         mine = _load(self.model, self.options, plan, 0, None)
         link.limits[MpiHead.HEAD] = Limits(vocab=self.model.spec.vocab)
         link.limits[0] = _limits(self.model, plan, 0)
@@ -210,13 +214,23 @@ def serve(find: Callable[[], Path], options: Options, link: Link, trace: bool = 
 
 
 def _serve(path: Path, options: Options, link: Link, trace: bool) -> int:
-    file, draft = open_file(path, options), None
-    try:
+    wish = drafting.wish_of(options)
+    with ExitStack() as stack:
+        named = [path, *filter(None, [wish.model])]
+        shipped = shipping.begin(stack, named, options, link, lambda kind, rank: _gather(link, kind, [rank])[rank])
+        wish = replace(wish, model=shipped[1].path) if 1 in shipped else wish
+        file = stack.enter_context(open_file(shipped[0].path if 0 in shipped else path, options))
         model = load_model(file)
-        wish, context = drafting.wish_of(options), context_of(model, options.context)
+        context = context_of(model, options.context)
         draft = drafting.draft_of(wish, model, Tokenizer.from_metadata(file.metadata), options, context)
-        link.send(0, CONTROL, _hello(model, options, draft))
+        if draft is not None:
+            stack.callback(draft.close)
+        giver = None if shipped else shipping.giver_of(link, model, draft, options)
+        if giver is not None:
+            stack.callback(giver.close)
+        link.send(0, CONTROL, _hello(link, model, options, draft, sum(1 << which for which in shipped)))
         plan = _gather(link, Plan, [0])[0]
+        shipping.finish(shipped, model, draft, plan, link.rank)
         mine = _load(model, options, plan, link.rank, draft)
         try:
             number, first = link.rank, plan.targets
@@ -233,28 +247,34 @@ def _serve(path: Path, options: Options, link: Link, trace: bool) -> int:
             return member.serve()
         finally:
             mine.close()
-    finally:
-        if draft is not None:
-            draft.close()
-        file.close()
 
 
 # --- coming together --------------------------------------------------------------------------------------
 
 
-def _hello(model: Model, options: Options, draft: drafting.Draft | None) -> Hello:
+def _hello(link: Link, model: Model, options: Options, draft: drafting.Draft | None, lacks: int = 0) -> Hello:
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     split = options.layer_split or ""
     drafts = "" if draft is None else f"{len(draft.numbers)} layers of {draft.model.file.digest()}"
-    return Hello(__version__, model.file.digest(), drafts, options.kv_bits, split, tuple(cpus))
+    about = "", 0, 0
+    if options.choice is not None and not drafting.wish_of(options):
+        mine = link.hosts.count(link.hosts[link.rank])
+        asked = options.rank_threads[link.origins[link.rank] :][:1] or options.rank_threads[:1] or (options.threads,)
+        device = make_device(options.device, threads=asked[0] or max(1, len(cpus) // mine), cpu=options.cpu)
+        about = said(rank_of(device, model, options, mine))
+    return Hello(__version__, model.file.digest(), drafts, options.kv_bits, split, tuple(cpus), lacks, *about)
 
 
-def _agree(link: Link, model: Model, options: Options, context: int, epoch: int, draft: drafting.Draft | None) -> Plan:
-    """Hear everybody's hello, settle the plan, and tell it. Raises BadMessage for a rank that differs."""
+def _agree(
+    link: Link, model: Model, options: Options, context: int, epoch: int, draft: drafting.Draft | None
+) -> tuple[Plan, Order]:
+    """Hear everybody's hello, settle plan and order, and tell the plan. Raises BadMessage for a rank that differs."""
     # Shares and thread counts by hand are for the ranks that were started; a rank is known by its number then.
-    edges, targets = _split(model, draft, options.layer_split if epoch == 0 else None, link.size)
+    edges, targets = over_ranks(
+        model.layers, draft.layers if draft else None, options.layer_split if epoch == 0 else None, link.size
+    )
     others = _gather(link, Hello, range(1, link.size), GREETING)
-    hellos = [_hello(model, options, draft), *(others[rank] for rank in range(1, link.size))]
+    hellos = [_hello(link, model, options, draft), *(others[rank] for rank in range(1, link.size))]
     for rank, hello in enumerate(hellos):
         wrong = difference(hellos[0], hello, f"Rank {link.name(rank).removeprefix('rank ')}")
         if wrong:
@@ -270,42 +290,27 @@ def _agree(link: Link, model: Model, options: Options, context: int, epoch: int,
     device = make_device(options.device, threads=threads[0], cpu=options.cpu)
     caches = options.caches or affordable_caches(device, model, context, options)
     pages = pages_for(context + drafting.rank_policy(drafting.wish_of(options), 1.0).most_guesses) * caches
+    order = Order(options.rows, options.runs, 1, chunk=options.rows, sequences=options.sequences)
+    together: tuple[int, ...] = ()
+    if not drafting.wish_of(options):
+        order = replace(order, blocks=targets, even=True)
+        ranks = [heard(h.machine, h.memory, h.limited) for h in hellos]
+        by_hand = edges if options.layer_split is not None and epoch == 0 else None
+        shared = share(device, model, options, context, ranks, pages, by_hand)
+        if shared is not None:
+            edges, order, pages, together = shared.edges, shared.order(options), shared.pages, shared.together
+            if options.tell is not None and shared.telling:
+                options.tell(shared.text([link.name(rank) for rank in range(link.size)]))
     starts, ends = tuple(a for a, _ in edges), tuple(b for _, b in edges)
     drafts = 0 if draft is None else draft.pages * caches
-    plan = Plan(starts, ends, threads, pages, drafts, options.rows, targets, epoch)
+    givers = shipping.givers(hellos, link.hosts, draft, targets)
+    plan = Plan(
+        starts, ends, threads, pages, drafts, order.rows, targets, epoch, givers, order.runs * order.blocks,
+        order.sequences, together,
+    )  # fmt: skip
     for rank in range(1, link.size):
         link.send(rank, CONTROL, plan)
-    return plan
-
-
-def _split(
-    model: Model, draft: drafting.Draft | None, split: str | None, ranks: int
-) -> tuple[tuple[tuple[int, int], ...], int]:
-    """([first, end) of each rank's layers, the target's ranks first; how many those are). A drafter gets the last rank
-    unless shares by hand say otherwise; a lone rank has none to give."""
-    if split is None:
-        targets = ranks - 1 if draft is not None and ranks > 1 else ranks
-        edges = _edges(model.layers, None, targets)
-        return (*edges, (0, len(draft.numbers))) if draft is not None and targets < ranks else edges, targets
-    shares = parse(split)
-    check(shares, ranks, drafting=draft is not None)
-    edges = _edges(model.layers, shares.target, len(shares.target))
-    if draft is not None:
-        edges += _edges(draft.layers, shares.draft, len(shares.draft))
-    return edges, len(shares.target)
-
-
-def _edges(layers: Sequence[Layer], shares: Sequence[float] | None, ranks: int) -> tuple[tuple[int, int], ...]:
-    """[first, end) of each rank's layers. Weights read for a row count, so the embedding, one row of it, doesn't."""
-    if shares is not None:
-        counts = list(by_shares(shares, len(layers) - 2))
-        counts[0] += 1
-        counts[-1] += 1
-        return ranges(counts)
-    table = layers[-1].tensors["output"]
-    costs = [0.0, *(float(layer.nbytes) for layer in layers[1:])]
-    costs[-1] += table.nbytes if table.shares else 0
-    return ranges(by_weight(costs, [1.0] * ranks))
+    return plan, order
 
 
 def _gather(link: Link, kind: type[Said], ranks: Collection[int], seconds: float | None = None) -> dict[int, Said]:
@@ -325,7 +330,7 @@ def _gather(link: Link, kind: type[Said], ranks: Collection[int], seconds: float
             raise Failed(arrival.message.text)
         elif isinstance(arrival.message, Stop):
             raise Dismissed(arrival.message.status)
-        else:
+        elif not isinstance(arrival.message, Part):  # which was asked for before a rank was lost
             what = type(arrival.message).__name__
             raise BadMessage(f"A {what} came from {link.name(arrival.source)} where a {kind.__name__} was expected.")
     return heard
@@ -350,22 +355,28 @@ def _load(model: Model, options: Options, plan: Plan, rank: int, draft: drafting
     own, batch = _own(plan, rank), batch_threads(options, rank, len(plan.firsts))
     device = make_device(options.device, threads=plan.threads[rank], cpu=options.cpu, batch=batch)
     budget = Budget(options.ram)
+    if receivers := plan.givers.count(rank) - (plan.givers[rank] == rank):
+        budget.take("parts for other ranks", WINDOW * receivers, "leave --ship out")
     if draft is not None and rank >= plan.targets:
         draft.pages = plan.draft_pages
         draft.take(budget, device, plan.rows, own)
         stage, computer = draft.load(device, own=own)
         return Mine(stage, computer, computer.weights, budget, [draft.layers[i] for i in own])
-    options = replace(options, rows=plan.rows)
+    options = replace(options, rows=plan.rows, runs=plan.runs, sequences=plan.sequences)
     streamed = place(budget, device, model, plan.pages, options, own)
     weights = load_weights(device, model, streamed, options, own)
     cache = make_cache(device, model, plan.pages, options, own)
     computer = DeviceComputer(device, model.layers, own, model.spec.width, weights, cache)
     layers = [model.layers[i] for i in own]
-    return Mine(Stage(own.start, own.stop, len(model.layers), plan.epoch), computer, weights, budget, layers)
+    together = plan.together[rank] if plan.together else 0
+    stage = Stage(own.start, own.stop, len(model.layers), plan.epoch, together)
+    return Mine(stage, computer, weights, budget, layers)
 
 
 def one_process(options: Options) -> Options:
     """The options of a run without other ranks. BadRequest for what only several ranks can do."""
+    if options.ship:
+        raise BadRequest("--ship is for several ranks, and there is one; leave it out, or start more with mpirun.")
     if options.layer_split is not None:
         parse(options.layer_split)
         check(parse(options.layer_split), 1, drafting=False)

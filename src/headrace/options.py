@@ -59,6 +59,8 @@ class Options:
     """Threads for runs of more than one row, for each rank or for all; empty: the same."""
     layer_split: str | None = None
     """Shares of the layers for each rank, as ``cluster.split`` reads them; None: evenly by weight."""
+    ship: bool = False
+    """Ranks without the model file get their layers from those that have it."""
     packs: Path | None = None
     """Folder for packed files, when layers must stream; None: ``packs`` in the cache folder."""
     tell: Callable[[str], None] | None = None

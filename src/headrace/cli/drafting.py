@@ -47,5 +47,5 @@ def drafting_of(args: argparse.Namespace) -> dict[str, Any]:
     named += [f"layers:{args.draft_layers}"] if args.draft_layers else []
     knobs = {name: value for name in KNOBS if (value := getattr(args, f"knob_{name}")) is not None}
     policy = args.policy or ("ours" if set(knobs) <= set(OURS) else "pipeinfer")
-    model = [find_named(args.model_draft)] if args.model_draft is not None else []
+    model = [find_named(args.model_draft, args)] if args.model_draft is not None else []
     return {"drafter": (*named, *model), "policy": policy, "knobs": knobs}

@@ -20,7 +20,7 @@ from headrace.cli.planned import choosing, expected_json, expected_line
 from headrace.cli.show import Bar, human, note
 from headrace.errors import BadFile, BadRequest, Unavailable
 from headrace.formats.files import atomic
-from headrace.store.find import find
+from headrace.store.find import find, here
 
 if TYPE_CHECKING:
     from headrace.engine import Engine, Figures, Piece
@@ -56,10 +56,13 @@ def load(
 
 
 def find_model(args: argparse.Namespace) -> Path:
-    return find_named(args.model)
+    return find_named(args.model, args)
 
 
-def find_named(name: str | None) -> Path:
+def find_named(name: str | None, args: argparse.Namespace | None = None) -> Path:
+    """A model's path; one that isn't there on a rank that is shipped what it lacks."""
+    if args is not None and args.link and args.link.rank and args.ship:
+        return here(name, config.resolve()) or Path(name or "model")
     with Bar() as bar:
         return find(name, config.resolve(), note, bar)
 
@@ -79,6 +82,7 @@ def machine_of(args: argparse.Namespace) -> Options:
         threads=0 if args.link else system.cores(),
         rank_threads=args.threads or (),
         layer_split=args.layer_split,
+        ship=args.ship,
         context=args.context,
         kv_bits=args.kv_bits,
         requant=args.requant,

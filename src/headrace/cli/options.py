@@ -73,6 +73,11 @@ def add_machine(group: argparse._ActionsContainer) -> None:
         "ranks after the slash (default: evenly by weight, the last rank drafts)"
     )
     group.add_argument("--layer-split", "--mpi-layer-split", metavar="LIST", help=split)
+    ship = (
+        "under mpirun: ranks without the model file get their layers from those that have it, into their cache folder; "
+        "interrupted, the next command goes on"
+    )
+    group.add_argument("--ship", action="store_true", help=ship)
     group.add_argument("--ram", type=size, metavar="SIZE", help=RAM_HELP)
     add_planned(group)
     add_device(group)

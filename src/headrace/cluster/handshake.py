@@ -6,6 +6,7 @@ These messages are rare, so their body is JSON: named fields with checked types,
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
@@ -16,6 +17,8 @@ from headrace.run.types import PROTOCOL
 
 MOST = 64 << 10
 """Bytes of a control message's body."""
+PART = 2 << 20
+"""Bytes of a model file in one message, at most."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Begin:
 class Hello:
     """Each rank to the head: what it would run, and on what.
 
-    digest: of the model file, draft: of the draft model's ("" without). cpus: ids of those it may use.
+    digest: of the model file, draft: of the draft model's ("" without). cpus: ids of those it may use. lacks: files it
+    is shipped, 1 the model's and 2 the draft model's. machine: its constants as JSON, memory and limited: as in
+    ``sharing.Rank``.
     """
 
     version: str
@@ -36,6 +41,10 @@ class Hello:
     kv_bits: tuple[int, ...]
     split: str
     cpus: tuple[int, ...]
+    lacks: int = 0
+    machine: str = ""
+    memory: int = 0
+    limited: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,9 @@ class Plan:
     """Head to each rank: edges [first, end) of every rank's layers, targets' ranks first, and threads of each rank.
 
     pages: of the cache; draft_pages: of the drafter's. rows: most in a run. targets: how many of the ranks hold the
-    target model. epoch: rises with
-    every plan, so that nothing of an earlier one is taken for this one's.
+    target model. epoch: rises with every plan, so that nothing of an earlier one is taken for this one's. givers: whom
+    each rank asks for its layers, itself where it has them. runs: most that may be at a rank; sequences: most at a
+    time; together: rows that each rank takes in one go over its layers, where these stream.
     """
 
     firsts: tuple[int, ...]
@@ -55,6 +65,10 @@ class Plan:
     rows: int
     targets: int
     epoch: int
+    givers: tuple[int, ...] = ()
+    runs: int = 1
+    sequences: int = 1
+    together: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,16 +117,56 @@ class Seen:
     more: int
 
 
-Control: TypeAlias = Begin | Hello | Plan | Ready | Stop | Failure | Ping | Look | Seen
+@dataclass(frozen=True)
+class Want:
+    """A rank asks for parts of a model's files (``cluster/ship.py``). which: the model (0) or the draft model (1).
+
+    parts: file, offset and bytes of each, in turns; none: what files there are.
+    """
+
+    which: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What files a model is made of. names: with "/" between. heads: bytes of each that opening it reads; early:
+    file, offset and bytes, in turns, of what else is read then. digest: of the whole."""
+
+    kind: str
+    names: str
+    sizes: tuple[int, ...]
+    heads: tuple[int, ...]
+    early: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a model file. sum: blake2b-128 of the data."""
+
+    which: int
+    file: int
+    offset: int
+    sum: bytes
+    data: Data
+
+
+Control: TypeAlias = Begin | Hello | Plan | Ready | Stop | Failure | Ping | Look | Seen | Want | Manifest | Part
 
 _KINDS: dict[int, type[Any]] = {
-    16: Hello, 17: Plan, 18: Ready, 19: Stop, 20: Failure, 21: Ping, 22: Begin, 23: Look, 24: Seen,
+    16: Hello, 17: Plan, 18: Ready, 19: Stop, 20: Failure, 21: Ping, 22: Begin, 23: Look, 24: Seen, 25: Want,
+    26: Manifest, 27: Part,
 }  # fmt: skip
+_PART = struct.Struct("<BIQ16s")
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
 
 def pack(message: Control) -> bytes:
     """A control message as bytes. A text that is too long is cut."""
+    if isinstance(message, Part):
+        fixed = _PART.pack(message.which, message.file, message.offset, message.sum)
+        return b"".join((header(27, PROTOCOL, HEADER.size + _PART.size + len(message.data)), fixed, message.data))
     if isinstance(message, Failure) and len(message.text) > MOST // 8:
         message = Failure(message.text[: MOST // 8])
     body = json.dumps(asdict(message)).encode()
@@ -125,6 +179,11 @@ def unpack(data: Data) -> Control:
     made = _KINDS.get(kind)
     if made is None:
         raise BadMessage(f"a control message is of the unknown kind {kind}")
+    if made is Part:
+        which, number, offset, digest = reader.take(_PART)
+        if reader.end - reader.at > PART:
+            raise BadMessage(f"a part of a file has {reader.end - reader.at} bytes, at most {PART} are allowed")
+        return Part(which, number, offset, digest, memoryview(reader.data)[reader.at :])
     body = bytes(reader.data[reader.at :])
     if len(body) > MOST:
         raise BadMessage(f"a {made.__name__} message has {len(body)} bytes, at most {MOST} are allowed")

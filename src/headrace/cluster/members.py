@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from headrace.cluster.handshake import Control, Failure, Look, Seen, Stop
+from headrace.cluster.handshake import Control, Failure, Look, Part, Seen, Stop, Want
 from headrace.cluster.loopback import Carrier, Clock, Drafter, Event, Loopback
 from headrace.cluster.message import Limits, Message
 from headrace.cluster.seen import heard, told
@@ -57,6 +57,7 @@ class Link(Protocol):
     gone: str
     limits: dict[int, Limits]
     sent: Counter[tuple[int, str]]
+    asked: Callable[[int, Want], None] | None
 
     @property
     def rank(self) -> int: ...
@@ -67,6 +68,7 @@ class Link(Protocol):
     def receive(self) -> Arrival | None: ...
     def wait(self, seconds: float) -> None: ...
     def reform(self) -> bool: ...
+    def fail(self, error: HeadraceError) -> None: ...
 
 
 def for_address(carrier: Carrier, to: int) -> tuple[type, ...]:
@@ -129,6 +131,8 @@ class Routed(Carrier):
         self._queue.extendleft(reversed(answers))
 
     def control(self, arrival: Arrival) -> None:
+        if isinstance(arrival.message, Part):
+            return  # asked for before a rank was lost
         raise BadMessage(f"A {type(arrival.message).__name__} came from {self.link.name(arrival.source)} out of turn.")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ import mpi4py
 import numpy as np
 
 from headrace.cluster import handshake, message
-from headrace.cluster.handshake import Control, Ping, Stop
+from headrace.cluster.handshake import Control, Ping, Stop, Want
 from headrace.cluster.members import CONTROL, Arrival
 from headrace.cluster.message import Limits, Message
 from headrace.cluster.wire import MOST
@@ -52,7 +52,7 @@ class Link:
 
     limits: what each of this rank's addresses accepts; set it before others may send there. hosts: of all ranks;
     origins: the numbers they were started with; gone: names of those that were there before the last ``reform``.
-    sent: (address, bytes or messages) so far.
+    sent: (address, bytes or messages) so far. asked: hears, in the communication thread, who wants what of a model.
     """
 
     def __init__(self) -> None:
@@ -62,6 +62,7 @@ class Link:
         self.origins: tuple[int, ...] = ()
         self.gone = ""
         self.limits: dict[int, Limits] = {}
+        self.asked: Callable[[int, Want], None] | None = None
         self.sent: Counter[tuple[int, str]] = Counter()
         self._watched: dict[int, float] = {}
         self._spoken: dict[int, float] = {}
@@ -110,6 +111,10 @@ class Link:
         """Sleep until something has come, at most so long."""
         if not self._inbox:
             self._arrived.acquire(timeout=seconds)
+
+    def fail(self, error: HeadraceError) -> None:
+        """Let ``receive`` raise this; from any thread."""
+        self._tell(-1, error)
 
     def watch(self, ranks: Sequence[int]) -> None:
         """From now on these must be heard from; a silent one becomes a ``Lost`` in ``receive``."""
@@ -289,7 +294,10 @@ class Link:
                 said = handshake.unpack(data)
                 if isinstance(said, Ping):
                     return False
-                self._tell(source, said)
+                if isinstance(said, Want) and self.asked is not None:
+                    self.asked(source, said)
+                else:
+                    self._tell(source, said)
                 return True
             limits = self.limits.get(to)
             if limits is None:

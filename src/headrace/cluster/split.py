@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import BadRequest
+from headrace.model.layers import Layer
 
 FLAG = "--layer-split"
 SLACK = 1e-6
@@ -127,3 +128,33 @@ def by_time(seconds: Callable[[int, int, int], float], layers: int, ranks: int) 
 def ranges(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """[first, end) of each rank's layers."""
     return tuple(itertools.pairwise([0, *itertools.accumulate(counts)]))
+
+
+def over_ranks(
+    layers: Sequence[Layer], drafts: Sequence[Layer] | None, split: str | None, ranks: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """([first, end) of each rank's layers, the target's ranks first; how many those are). A drafter (``drafts``: its
+    layers) gets the last rank unless shares by hand (``split``) say otherwise; a lone rank has none to give."""
+    if split is None:
+        targets = ranks - 1 if drafts is not None and ranks > 1 else ranks
+        edges = _edges(layers, None, targets)
+        return (*edges, (0, len(drafts))) if drafts is not None and targets < ranks else edges, targets
+    shares = parse(split)
+    check(shares, ranks, drafting=drafts is not None)
+    edges = _edges(layers, shares.target, len(shares.target))
+    if drafts is not None:
+        edges += _edges(drafts, shares.draft, len(shares.draft))
+    return edges, len(shares.target)
+
+
+def _edges(layers: Sequence[Layer], shares: Sequence[float] | None, ranks: int) -> tuple[tuple[int, int], ...]:
+    """[first, end) of each rank's layers. Weights read for a row count, so the embedding, one row of it, doesn't."""
+    if shares is not None:
+        counts = list(by_shares(shares, len(layers) - 2))
+        counts[0] += 1
+        counts[-1] += 1
+        return ranges(counts)
+    table = layers[-1].tensors["output"]
+    costs = [0.0, *(float(layer.nbytes) for layer in layers[1:])]
+    costs[-1] += table.nbytes if table.shares else 0
+    return ranges(by_weight(costs, [1.0] * ranks))

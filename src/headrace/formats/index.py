@@ -95,8 +95,8 @@ class ModelFile:
         for path in self.paths:
             fd, size = self._descriptor(path), path.stat().st_size
             h.update(size.to_bytes(8, "little"))
-            for at in [0, *(size * i // SAMPLES for i in range(1, SAMPLES)), max(0, size - 4096)]:
-                piece = bytearray(min(4096, size - at))
+            for at, length in samples(size):
+                piece = bytearray(length)
                 read_exact(fd, memoryview(piece), at, path)
                 h.update(piece)
         return h.hexdigest()
@@ -136,6 +136,12 @@ class Derived(ModelFile):
 
     def close(self) -> None:
         self.source.close()
+
+
+def samples(size: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the places that a digest looks at in a file of ``size`` bytes."""
+    places = [0, *(size * i // SAMPLES for i in range(1, SAMPLES)), max(0, size - 4096)]
+    return [(at, min(4096, size - at)) for at in places]
 
 
 def open_model(path: str | Path) -> ModelFile:

@@ -66,6 +66,10 @@ class Model:
     file: ModelFile
 
 
+EARLY = ("rope_freqs.weight",)
+"""Tensors that the Spec is read from."""
+
+
 def load_model(file: ModelFile) -> Model:
     """Understand an open model with its tensors. BadFile or Unsupported names what is wrong."""
     spec = spec_of(file)

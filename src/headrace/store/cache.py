@@ -1,7 +1,8 @@
 """The folder of fetched models: what is in it, where a name's file lies, and how it leaves.
 
 Layout under ``Config.cache``: ``models/NAME/`` holds a known model (``known.py``), ``hub/ORG/REPO/`` files of a hub
-repository (``hub.py``). A file has its name only when it is complete and checked; until then it ends in ``.part``.
+repository (``hub.py``); a file has its name only when it is complete and checked, until then it ends in ``.part``.
+``ships/DIGEST-N/`` holds what other ranks sent of a model (``cluster/ship.py``), in files with holes.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import BadRequest, Unavailable
-from headrace.formats.files import free_bytes, open_shared, try_lock
+from headrace.formats.files import free_bytes, open_shared, stored_bytes, try_lock
 
 LOCK = ".lock"
 PART = ".part"
@@ -34,6 +35,7 @@ class Entry:
 def entries(root: Path) -> list[Entry]:
     """Everything in the cache, by name."""
     found = [_entry(folder.name, folder) for folder in _folders(root / "models")]
+    found += [_entry(f"ship:{folder.name}", folder, stored_bytes) for folder in _folders(root / "ships")]
     for org in _folders(root / "hub"):
         found += [_entry(f"hf:{org.name}/{repo.name}", repo) for repo in _folders(org)]
     return sorted((entry for entry in found if entry.nbytes), key=lambda entry: entry.name)
@@ -50,9 +52,14 @@ def remove(root: Path, name: str) -> Entry:
     raise BadRequest(f"The cache {root} has no model {name!r}; it holds {there}.")
 
 
-def _entry(name: str, folder: Path) -> Entry:
+def _entry(name: str, folder: Path, size: Callable[[Path], int] = lambda p: p.stat().st_size) -> Entry:
     files = [p for p in folder.rglob("*") if p.is_file()]
-    return Entry(name, folder, sum(p.stat().st_size for p in files), any(p.name.endswith(PART) for p in files))
+    return Entry(
+        name,
+        folder,
+        sum(size(p) for p in files),
+        any(p.name.endswith(PART) for p in files),
+    )
 
 
 def _folders(path: Path) -> list[Path]:

@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from headrace.store.transfer import Progress
 
 
+def here(text: str | None, config: Config) -> Path | None:
+    """As ``find``, but only what is on this machine: None for what would have to be fetched, or isn't."""
+    if text is None or (text in known.KNOWN and not Path(text).exists()):
+        return known.cached(known.KNOWN[text] if text else known.DEMO, config.cache)
+    if text.startswith("hf:"):
+        from headrace.store import hub
+
+        return hub.cached(hub.parse(text), config)
+    return path if (path := Path(text)).exists() else None
+
+
 def find(text: str | None, config: Config, note: Callable[[str], None], progress: Progress) -> Path:
     """The path of a model file or folder, fetched first when it has to be.
 
