@@ -13,24 +13,23 @@ from headrace import setup
 from headrace.engine import load
 from headrace.errors import BadFile, BadRequest
 from headrace.formats import requant
+from headrace.formats.fit import fitted
 from headrace.formats.index import ModelFile, open_model
-from headrace.formats.quant import dequantise, quantise
-from headrace.formats.requant import FORMATS, requantise
+from headrace.formats.quant import dequantise
+from headrace.formats.requant import RECIPES, requantise, stored
 from headrace.run.types import Sampling
 from helpers_chat import chat_model
 
 
-def written(source: Path, target: Path, fmt: str) -> Path:
-    """The same model in a file whose matrices are in ``fmt``, embedding and output in Q8_0."""
+def written(source: Path, target: Path, requant: str) -> Path:
+    """The same model in a file whose matrices are in the formats that ``--requant`` gives them."""
     with open_model(source) as file:
         tensors: dict[str, Any] = {}
         for t in file.tensors.values():
             raw, kind = file.read(t), t.fmt
             if t.n > 1:
-                raw, kind = dequantise(t.fmt, raw, t.n, t.k), fmt
-                if t.name in ("token_embd.weight", "output.weight"):
-                    kind = "Q8_0"
-                raw = quantise(kind, raw)
+                kind = stored(requant, t.name, t.k) or kind
+                raw = fitted(kind, dequantise(t.fmt, raw, t.n, t.k))
             tensors[t.name] = (kind, t.shape, [raw])
         write_gguf(target, file.metadata, tensors, file.types)
     return target
@@ -43,12 +42,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
-@pytest.mark.parametrize("kind", list(FORMATS))
+@pytest.mark.parametrize("kind", list(RECIPES))
 def test_every_byte_is_the_written_files(
     source: str, kind: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requant, "AT_ONCE", 1000)
-    truth = open_model(written(models[source], tmp_path / "w.gguf", FORMATS[kind]))
+    truth = open_model(written(models[source], tmp_path / "w.gguf", kind))
     file = requantise(open_model(models[source]), kind)
     assert set(file.tensors) == set(truth.tensors) and file.nbytes == truth.nbytes
     for name, t in file.tensors.items():
@@ -61,7 +60,7 @@ def test_every_byte_is_the_written_files(
     file.close()
 
 
-@pytest.mark.parametrize("kind", list(FORMATS))
+@pytest.mark.parametrize("kind", list(RECIPES))
 def test_an_engine_computes_the_same(
     kind: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,10 +71,10 @@ def test_an_engine_computes_the_same(
                 engine.work()
             return engine.parts.name, [(job.tokens, [(c.logprob, c.top) for c in job.choices]) for job in jobs]
 
-    truth = said(written(models["BF16"], tmp_path / "w.gguf", FORMATS[kind]))[1]
+    truth = said(written(models["BF16"], tmp_path / "w.gguf", kind))[1]
     assert said(models["BF16"], requant=kind) == (f"tiny-{kind}", truth)
     assert said(models["BF16"])[1] != truth
-    monkeypatch.setattr(setup, "place", lambda *args: [1, 2])
+    monkeypatch.setattr(setup, "place", lambda *args, **kinds: [1, 2])
     assert said(models["BF16"], requant=kind)[1] == truth
     assert said(models["BF16"])[1] != truth
     packs = list(tmp_path.glob("**/*.pack*")) or [p for p in tmp_path.iterdir() if p.name != "w.gguf"]

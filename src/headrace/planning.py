@@ -19,7 +19,7 @@ from headrace.config import resolve
 from headrace.errors import BadFile, BadRequest, HeadraceError, OverBudget, Unavailable
 from headrace.formats.files import read_text
 from headrace.formats.index import ModelFile
-from headrace.formats.requant import FORMATS, TABLE
+from headrace.formats.requant import stored as requantised
 from headrace.formats.tensor import BLOCKS
 from headrace.kernels.device import PAGE, Device
 from headrace.memory.ahead import BUFFERS
@@ -282,8 +282,9 @@ def imagined(file: ModelFile, fmt: str | None = None, requant: str | None = None
     own = {"float16": "F16", "float32": "F32"}.get(str(named), "BF16")
 
     def stored(name: str, k: int) -> str:
-        wish = TABLE if requant and name in ("token_embd", "output") else FORMATS[requant] if requant else fmt or own
-        return own if k % BLOCKS[wish][0] or name == "position_embd" else wish
+        if requant:
+            return requantised(requant, name, k) or own
+        return fmt if fmt and k % BLOCKS[fmt][0] == 0 and name != "position_embd" else own
 
     layers = []
     for key in spec.keys:

@@ -13,16 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import BadRequest
+from headrace.formats.fit import fitted
 from headrace.formats.index import Derived, ModelFile, Rows, named
-from headrace.formats.quant import dequantise, quantise
+from headrace.formats.quant import dequantise
 from headrace.formats.tensor import BLOCKS, TensorInfo, show, tensor_nbytes
 
-FORMATS: Mapping[str, str] = {"q4": "Q4_1", "q8": "Q8_0"}
-"""What ``--requant`` may say, and the format of the layers' matrices then."""
-TABLE = "Q8_0"
-"""Of the embedding and of the output matrix in either: at 4 bits they alone cost 11% perplexity on Gemma 3 270M."""
-TABLES = re.compile(r"(token_embd|output)\.weight|(.*\.)?(embed_tokens|lm_head|wte|embed_in|embed_out)\.weight")
-"""Their names in GGUF files and Hugging Face folders."""
+TABLES = re.compile(r"(.*\.)?(token_embd|output|embed_tokens|lm_head|wte|word_embeddings|embed_in|embed_out)$")
+"""Embeddings and output matrices, by their names in GGUF files, Hugging Face folders and our own, less ``.weight``."""
+VALUES = re.compile(r".*(attn_v|v_proj)$")
+CLOSING = re.compile(r".*(ffn_down|down_proj|fc2|dense_4h_to_h)$")
+"""What makes the values, and what closes a block: the matrices whose rounding costs most a bit (docs/log.md)."""
+RECIPES: Mapping[str, tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]] = {
+    "q4": (
+        (TABLES, ("Q8_0",)),
+        (VALUES, ("Q8_0",)),
+        (CLOSING, ("Q5_K", "Q5_0")),
+        (re.compile(""), ("Q4_K", "IQ4_NL")),
+    ),
+    "q8": ((re.compile(""), ("Q8_0",)),),
+}
+"""What ``--requant`` may say -> formats by name, the first whose blocks divide a row."""
 FLOATS = ("F32", "F16", "BF16")
 EXACT = ("position", "wpe")
 """In names of tables of positions, which are small and added to every row: they stay."""
@@ -30,27 +40,32 @@ AT_ONCE = 1 << 20
 """Weights converted at a time, so that it takes little memory beside the result."""
 
 
+def stored(kind: str, name: str, k: int) -> str | None:
+    """The format in which a matrix of this name has its rows of k values; None: as it is."""
+    if any(word in name for word in EXACT):
+        return None
+    formats = next(formats for names, formats in RECIPES[kind] if names.match(name.removesuffix(".weight")))
+    return next((fmt for fmt in formats if k % BLOCKS[fmt][0] == 0), None)
+
+
 def requantise(file: ModelFile, kind: str) -> ModelFile:
     """The same model with every matrix quantised; closing it closes ``file``.
 
-    BadRequest for a kind that isn't in ``FORMATS``, and for a model that is quantised already.
+    BadRequest for a kind that isn't in ``RECIPES``, and for a model that is quantised already.
     """
-    fmt = FORMATS.get(kind)
-    if fmt is None:
-        raise BadRequest(f"--requant {kind} is not known; choose one of {', '.join(FORMATS)}.")
+    if kind not in RECIPES:
+        raise BadRequest(f"--requant {kind} is not known; choose one of {', '.join(RECIPES)}.")
     tensors = {}
     for name, t in file.tensors.items():
-        matrix = t.n > 1 and not any(word in name for word in EXACT)
-        if matrix and t.fmt not in FLOATS:
+        into = stored(kind, name, t.k) if t.n > 1 else None
+        if t.n > 1 and t.fmt not in FLOATS and not any(word in name for word in EXACT):
             raise BadRequest(
                 f"{t.path}: is quantised already (tensor {show(name)} is {t.fmt}), and doing so again would only lose; "
                 "leave --requant out, or take the model's f16, bf16 or f32 file."
             )
-        into = TABLE if TABLES.fullmatch(name) else fmt
-        fits = matrix and t.k % BLOCKS[into][0] == 0
-        tensors[name] = replace(t, fmt=into, nbytes=tensor_nbytes(into, t.shape)) if fits else t
+        tensors[name] = replace(t, fmt=into, nbytes=tensor_nbytes(into, t.shape)) if into else t
     metadata = {**file.metadata, "general.name": f"{named(file)}-{kind}"}
-    how = f"requantised {fmt}, tables {TABLE}"
+    how = f"requantised {kind}, {sorted({(n, t.fmt) for n, t in tensors.items()})}, fitted"
     return Requantised(file.kind, metadata, tensors, file.paths, file.types, source=file, how=how)
 
 
@@ -68,4 +83,4 @@ class Requantised(Derived):
         for at in range(0, len(wanted), step):
             some = wanted[at : at + step]
             values = dequantise(original.fmt, self.source.read(original, some), len(some), original.k)
-            into[at : at + step] = quantise(info.fmt, values)
+            into[at : at + step] = fitted(info.fmt, values)
