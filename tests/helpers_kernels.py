@@ -111,7 +111,7 @@ def rows_of(sequences: Sequence[Seq], wanted: Sequence[int] | None = None, vocab
 
 def run(device: Any, ops: Sequence[Op], x: F32, weights: dict[str, Any], rows: Rows, cache: Cache | None = None) -> F32:
     """One step on a copy of x."""
-    return device.compile(ops, x.shape[1]).run(x.copy(), weights, rows, cache.layer if cache else None)
+    return device.compile(ops, x.shape[1]).bind(weights).run(x.copy(), rows, cache.layer if cache else None)
 
 
 def shuffled_slots(count: int, pages: int, seed: int = 3) -> list[int]:

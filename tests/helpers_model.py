@@ -93,7 +93,7 @@ def step(loaded: Loaded, rows: Rows, caches: Caches) -> F32:
 
 
 def run_layer(loaded: Loaded, layer: Layer, x: F32, rows: Rows, caches: Caches) -> F32:
-    out: F32 = loaded.programs[layer.key].run(x, loaded.weights[layer.key], rows, caches.layers.get(layer.key))
+    out: F32 = loaded.programs[layer.key].bind(loaded.weights[layer.key]).run(x, rows, caches.layers.get(layer.key))
     return out
 
 

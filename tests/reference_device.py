@@ -166,7 +166,15 @@ class _Bound:
     weights: Mapping[str, Any]
 
     def run(self, x: F32, rows: Rows, kv: Any | None) -> F32:
-        return self.program.run(x, self.weights, rows, kv)
+        """As ``BoundProgram.run``: x, changed in place, or the register ``logits`` where the ops write it."""
+        step = _Step(self.weights, rows, kv, {"x": x})
+        with np.errstate(over="ignore", invalid="ignore"):
+            for op in self.program.ops:
+                _RUN[type(op)](op, step)
+        if "logits" in step.regs:
+            return step.regs["logits"]
+        x[:] = step.regs["x"]
+        return x
 
 
 @dataclass
@@ -176,17 +184,6 @@ class _Program:
 
     def bind(self, weights: Mapping[str, Any]) -> _Bound:
         return _Bound(self, weights)
-
-    def run(self, x: F32, weights: Mapping[str, Any], rows: Rows, kv: Any | None) -> F32:
-        """As ``Program.run``: x, changed in place, or the register ``logits`` where the ops write it."""
-        step = _Step(weights, rows, kv, {"x": x})
-        with np.errstate(over="ignore", invalid="ignore"):
-            for op in self.ops:
-                _RUN[type(op)](op, step)
-        if "logits" in step.regs:
-            return step.regs["logits"]
-        x[:] = step.regs["x"]
-        return x
 
 
 def _gather(op: Gather, s: _Step) -> None:

@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(BadFile, match="choose another cache folder"):
+    with pytest.raises(BadFile, match="choose another folder for packed files"):
         PackWriter(tmp_path / "file" / "cache", plan()).write(fill)
 
 

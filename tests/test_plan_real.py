@@ -189,7 +189,7 @@ def test_a_configuration_alone_can_be_planned(tmp_path: Path) -> None:
         ]
         assert sizes == sorted(sizes, reverse=True) or sizes[0] > sizes[1] > sizes[3] > sizes[2]
         model = planning.imagined(file, requant="q4")
-        assert model.layers[1].tensors["attn_q"].fmt == "Q4_1" and model.layers[0].tensors["token_embd"].fmt == "Q8_0"
+        assert model.layers[1].tensors["attn_q"].fmt == "Q4_K" and model.layers[0].tensors["token_embd"].fmt == "Q8_0"
         best = planner(model, 1 << 30, Workload(64, 16, 4)).best()[0]
         assert best.candidate.prediction.tokens_per_s > 0
 
@@ -199,6 +199,7 @@ def test_the_machine_is_kept_and_completed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(measured.probe, "ROWS", (1, 16))
     monkeypatch.setattr(measured, "FILE_BYTES", 16 << 20)
     monkeypatch.setattr(measured.probe, "WIDTH", 256)
+    monkeypatch.setattr(measured.system, "load", lambda: 0.5)
     told: list[str] = []
     assert measured.kept(DEVICE, tmp_path) is None
     first = measured.machine(DEVICE, tmp_path, ["Q8_0"], tell=told.append)
@@ -209,8 +210,17 @@ def test_the_machine_is_kept_and_completed(tmp_path: Path, monkeypatch: pytest.M
     assert measured.kept(DEVICE, tmp_path) == more
     fast = measured.machine(DEVICE, tmp_path, ["Q4_0"], (8, 4), disk_rate=3e9)
     assert fast.tier("disk").read == pytest.approx(3e9) and measured.kept(DEVICE, tmp_path) == more
-    measured.where(tmp_path).write_text("{}")
+    # Measured beside others' work it is marked, holds while they go on, and is measured again afterwards.
+    monkeypatch.setattr(measured.system, "load", lambda: 3.0)
+    busy = measured.machine(DEVICE, tmp_path, ["Q8_0"], again=True)
+    assert "3.0 programs a core" in busy.sources["load"] and measured.kept(DEVICE, tmp_path) == busy
+    monkeypatch.setattr(measured.system, "load", lambda: 0.5)
     assert measured.kept(DEVICE, tmp_path) is None
-    with pytest.raises(BadFile, match=r"machine\.json"):
-        measured.read(measured.where(tmp_path))
+    assert "load" not in measured.machine(DEVICE, tmp_path, ["Q8_0"]).sources
+    assert measured.where(make_device(threads=3), tmp_path) != measured.where(make_device(threads=2), tmp_path)
+    path = measured.where(DEVICE, tmp_path)
+    path.write_text("{}")
+    assert measured.kept(DEVICE, tmp_path) is None
+    with pytest.raises(BadFile, match=path.name):
+        measured.read(path)
     assert not list(tmp_path.glob(".probe*"))

@@ -36,6 +36,8 @@ FILE_BYTES = 96 << 20
 """Of the file that is written to measure the disk when there is none to read."""
 LARGE = 64 << 20
 """A model file under this says little about a disk."""
+BUSY = 1.25
+"""Of ``system.load``: what is measured then is marked, and measured again when the machine is quiet."""
 
 
 def name_of(device: Device) -> str:
@@ -44,18 +46,19 @@ def name_of(device: Device) -> str:
     return f"{system.processor()}, {threads} threads, {path}"
 
 
-def where(cache: Path) -> Path:
-    """The file that the machine's constants are kept in."""
-    return cache / "machine.json"
+def where(device: Device, cache: Path) -> Path:
+    """The file that the machine's constants are kept in, one a number of threads."""
+    return cache / f"machine-{getattr(device, 'threads', 1)}.json"
 
 
 def kept(device: Device, cache: Path) -> Machine | None:
-    """The constants measured before, if they are of this machine."""
+    """The constants measured before, if they are of this machine and weren't marked by a load that is over."""
     try:
-        found = Machine.from_json(read_text(where(cache), "machine's file"))
+        found = Machine.from_json(read_text(where(device, cache), "machine's file"))
     except HeadraceError:
         return None
-    return found if found.name == name_of(device) else None
+    good = "load" not in found.sources or system.load() > BUSY
+    return found if good and found.name == name_of(device) else None
 
 
 def read(path: Path) -> Machine:
@@ -100,13 +103,17 @@ def machine(
             last = done.stderr.strip().splitlines()[-1:] or ["no word"]
             raise Unavailable(f"This machine can't be measured ({last[0]}); give its constants (--machine).")
         return Machine.from_json(done.stdout)
+    load = system.load()
     if found is None:
         found = _measured(device, cache, formats, kv, disk, disk_rate)
     else:
         found = _more(found, device, formats, kv)
+    if load > BUSY:
+        marked = f"{load:.1f} programs a core computed beside this; it is measured again on a quiet machine"
+        found = replace(found, sources={**found.sources, "load": marked})
     if not disk_rate:
         cache.mkdir(parents=True, exist_ok=True)
-        with atomic(where(cache)) as file:
+        with atomic(where(device, cache)) as file:
             file.write(found.to_json().encode())
     return _with_rate(found, disk_rate)
 

@@ -55,6 +55,11 @@ def cores() -> int:
     return max(1, min(len(seen), threads()) if seen else threads())
 
 
+def load() -> float:
+    """Programs that wanted to compute in the last minute, a core: over 1, they waited for each other. 0: not known."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+
+
 def processor() -> str:
     """The processor's name, as it calls itself."""
     found = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)

@@ -13,6 +13,7 @@ from headrace import system
 from headrace.cli import generation as g
 from headrace.cli import options
 from headrace.cli.parser import counts, whole
+from headrace.cli.planned import expected
 from headrace.cli.show import human, table
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures prefill and decode at several lengths, and decode of several sequences side by side. Each figure is "
         "the median of the rounds, which take turns; decode is set against the memory bandwidth measured in the same "
-        "run. Prompts are made-up token ids."
+        "run. Prompts are made-up token ids. Where a plan decided (--ram), what it predicted stands beside."
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=options.MODEL_HELP)
     parser.add_argument(
@@ -102,7 +103,12 @@ def measure(engine: Engine, tests: list[Test], tokens: int, rounds: int) -> list
             if turn and (bandwidth := engine.bandwidth()):
                 bandwidths.append(bandwidth)
     bandwidth = statistics.median(bandwidths) if bandwidths else None
-    return [_result(engine, test, samples[test], bandwidth) for test in tests]
+    results = [_result(engine, test, samples[test], bandwidth) for test in tests]
+    for test, result in zip(tests, results, strict=True):
+        p = expected(engine, test.length, tokens, test.rows)
+        if p is not None:
+            result["predicted"] = test.length / p.ttft if test.kind == "prefill" else test.rows / p.itl
+    return results
 
 
 def prompt_maker(vocab: int) -> Callable[[int], list[int]]:
@@ -141,13 +147,15 @@ def _result(engine: Engine, test: Test, samples: list[float], bandwidth: float |
 
 def shown(report: dict[str, Any]) -> str:
     """The report as a table."""
-    rows = [("test", "tokens/s", "from - to", "weights read", "of bandwidth")]
+    planned = any("predicted" in t for t in report["tests"])
+    rows = [("test", "tokens/s", "from - to", "weights read", "of bandwidth") + (("plan",) if planned else ())]
     for t in report["tests"]:
         what = f"{t['kind']} {'at ' if t['kind'] == 'decode' else ''}{t['length']}"
         what += f", {t['rows']} side by side" if t["rows"] > 1 else ""
         read = f"{human(t['weight_bytes_per_s'])}/s" if t["kind"] == "decode" else ""
         share = f"{100 * t['share_of_bandwidth']:.0f}%" if t.get("share_of_bandwidth") else ""
         spread = f"{min(t['samples']):.1f} - {max(t['samples']):.1f}"
-        rows.append((what, f"{t['tokens_per_s']:.1f}", spread, read, share))
+        plan = (f"{t['predicted']:.1f}",) if planned else ()
+        rows.append((what, f"{t['tokens_per_s']:.1f}", spread, read, share, *plan))
     head = f"{report['model']}\n{report['processor']}, {report['threads']} threads, {report['kernels']} kernels"
-    return f"{head}\n\n{table(rows, right=(1, 2, 3, 4))}"
+    return f"{head}\n\n{table(rows, right=(1, 2, 3, 4, 5))}"

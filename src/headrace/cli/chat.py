@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli import generation as g
 from headrace.cli import options
-from headrace.cli.planned import ANSWER
+from headrace.cli.planned import ANSWER, expected
 from headrace.cli.show import note
 from headrace.errors import BadRequest, HeadraceError
 from headrace.run.types import Sampling
@@ -118,7 +118,9 @@ class Conversation:
         g.require_numbers(finish)
         totals = self.engine.totals()
         since, self.totals = totals.since(self.totals) if totals else None, totals
-        note(g.dim(g.figures_line(self.engine.figures(), None, finish, since)))
+        f = self.engine.figures()
+        plan = expected(self.engine, f.prompt_tokens - f.reused_tokens, f.tokens)
+        note(g.dim(g.figures_line(f, None, finish, since, plan)))
         if any(answer):
             self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 

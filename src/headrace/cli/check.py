@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace import __version__, config, system
-from headrace.cli import kv_loss
+from headrace.cli import hosts, kv_loss
+from headrace.cli.launch import SSH, add_hosts
 from headrace.cli.parser import whole
 from headrace.cli.show import human, note, table
 from headrace.errors import BadRequest, HeadraceError
@@ -46,9 +47,23 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text", metavar="FILE", help="over this text (- is standard input; default: a built-in one)")
     group.add_argument("--tokens", type=whole(32), default=512, metavar="N", help="at most N of it (default 512)")
     group.add_argument("-t", "--threads", type=whole(1, 1024), metavar="N", help="threads (default: one per core)")
+    group = parser.add_argument_group(
+        "several machines (instead of this one)",
+        "Looks at each host over ssh: versions, MPI, the model, clock, memory, cores against -t (of a rank), the links "
+        "between them and whether mpirun starts there. Status 1 when something is wrong.",
+    )
+    add_hosts(group, required=False)
+    group.add_argument("-m", "--model", metavar="FILE", help="the model's path there: same file on each? shared?")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.hosts is not None:
+        if args.kv is not None or args.probe or args.quick or args.text is not None:
+            raise BadRequest("--hosts looks at other machines; leave out --kv, --text, --probe and --quick.")
+        return hosts.run(args)
+    others = (args.slots, args.network, args.mpirun, args.model)
+    if any(given is not None for given in others) or (args.ssh, args.python) != (SSH, sys.executable):
+        raise BadRequest("--slots, --ssh, --python, --network, --mpirun and -m are for --hosts; name the hosts.")
     if args.kv is not None:
         return kv_loss.run(args)
     if args.text is not None or args.threads is not None:
@@ -83,8 +98,11 @@ def probe(settings: config.Config) -> int:
     from headrace.kernels.dispatch import make_device
 
     device = make_device(threads=system.cores(), cpu=settings.cpu)
-    print(measured.machine(device, settings.cache, measured.USUAL, again=True, tell=note).to_json())
-    note(f"kept in {measured.where(settings.cache)}")
+    found = measured.machine(device, settings.cache, measured.USUAL, again=True, tell=note)
+    print(found.to_json())
+    note(f"kept in {measured.where(device, settings.cache)}")
+    if "load" in found.sources:
+        note(found.sources["load"])
     return 0
 
 

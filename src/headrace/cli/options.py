@@ -23,8 +23,8 @@ KV_HELP = (
     "8/4 cost 0.6%% perplexity on SmolLM2, 4/4 5 to 11%%"
 )
 REQUANT_HELP = (
-    "quantise the matrices of an f16, bf16 or f32 model as they are read; q8 is Q8_0, q4 is Q4_1 with embedding and "
-    "output in Q8_0. It is then another model, called NAME-q4 or NAME-q8"
+    "quantise the matrices of an f16, bf16 or f32 model as they are read; q8 is Q8_0, q4 about 5 bits a weight (docs/"
+    "memory.md has what it costs). It is then another model, called NAME-q4 or NAME-q8"
 )
 KV_DISK_HELP = (
     "keep the cache in a nameless file in DIR and only what is being used in memory: for contexts or batches whose "

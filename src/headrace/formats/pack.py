@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from headrace.errors import BadFile, HeadraceError, OverBudget
 from headrace.formats.files import (
-    cannot_read,
     free_bytes,
     lock,
     open_shared,
@@ -199,7 +198,7 @@ class PackWriter:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 fd = open_shared(self.part)
             except OSError as e:
-                raise BadFile(f"{self.part}: can't be written ({e.strerror}); choose another cache folder.") from None
+                raise self._failed(e) from None
             try:
                 if not try_lock(fd):
                     tell(f"Another process is packing this model to {self.path}; waiting for it.")
@@ -233,7 +232,7 @@ class PackWriter:
                 f"{self.part}: the disk is full ({self.plan.nbytes / 1e9:.2f} GB are needed in all); free some and "
                 "start again, the finished layers are kept."
             )
-        return cannot_read(self.part, "packed file", e)
+        return BadFile(f"{self.part}: can't be written ({e.strerror or e}); choose another folder for packed files.")
 
     def _write_all(self, fd: int, pack: PackTensor) -> None:
         sums = self._resume(fd)

@@ -109,7 +109,7 @@ class CpuDevice:
 
 
 class CpuProgram:
-    """A compiled layer. ``run`` joins it with weights each time; ``bind`` does so once, for weights that stay."""
+    """A compiled layer; ``bind`` joins it with its weights."""
 
     def __init__(self, device: CpuDevice, ops: Sequence[Op], width: int) -> None:
         compiler = _Compiler(device)
@@ -123,9 +123,6 @@ class CpuProgram:
         """The program with its weights, which it keeps alive."""
         return BoundProgram(self, weights)
 
-    def run(self, x: F32, weights: Mapping[str, _native.Matrix], rows: Rows, kv: _native.KV | None) -> F32:
-        return BoundProgram(self, weights).run(x, rows, kv)
-
 
 class BoundProgram:
     """A program and its weights: one layer, ready to run."""
@@ -136,7 +133,7 @@ class BoundProgram:
         self._result_width = self._bound.result_width if program.native.has_logits else 0
 
     def run(self, x: F32, rows: Rows, kv: _native.KV | None) -> F32:
-        """As ``Program.run``."""
+        """As ``device.BoundProgram.run``."""
         native = self._device.native_rows(rows)
         out = np.empty((rows.wanted.shape[0], self._result_width), np.float32) if self._result_width else None
         self._bound.run(self._device.pool(rows), x, out, native, kv)

@@ -95,10 +95,6 @@ class Program(Protocol):
         """The layer with its tensors, which it keeps alive."""
         ...
 
-    def run(self, x: F32, weights: Mapping[str, Weight], rows: Rows, kv: Any | None) -> F32:
-        """``bind(weights).run(x, rows, kv)``."""
-        ...
-
 
 class Device(Protocol):
     """Where layers are computed."""

@@ -224,9 +224,6 @@ class TorchProgram:
     def bind(self, weights: Mapping[str, TorchWeight]) -> TorchBound:
         return TorchBound(self, weights)
 
-    def run(self, x: F32, weights: Mapping[str, TorchWeight], rows: Rows, kv: TorchKV | None) -> F32:
-        return TorchBound(self, weights).run(x, rows, kv)
-
 
 class TorchBound:
     """A program and its weights."""
