@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "headrace"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 60, 18_700
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 60, 19_500
 """The package's lines are its Python without blank lines, comments and docstrings; C++ obeys the limit on files."""
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 CODE = (".py", ".cpp", ".h")
