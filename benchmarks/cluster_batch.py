@@ -11,13 +11,14 @@ what is left. The planner knows these rates (``--machine``), as it would have me
 ``value`` (asked: 0.9): the busiest rank's own time, the longer of bytes read at the disk's rate and padded arithmetic,
 over the time from the first layer computed anywhere to the last. ``rounds``: how often the layers were read a new
 token. ``cores``: that all ranks used, to be under 1.6. ``same``: the text is one process's. ``--slow 1:0.8``: rank 1
-computes at 80%; ``--even``: layers evenly all the same, to see what the planner's split brings. ``--blocks``: blocks in
-flight by hand; 1 is no pipeline at all. ``--no-together``: each block has its own reading.
+computes at 80%; ``--even``: layers as if all were alike, to see what the planner's split brings. ``--blocks``: blocks
+in flight by hand; 1 is no pipeline at all. ``--no-together``: each block has its own reading.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -104,6 +105,7 @@ def child(job: dict[str, Any], words: list[str]) -> int:
     group = Path(job["groups"][rank]) if job["groups"] else None
     if group is not None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
+    from headrace import sharing
     from headrace.cli.main import main
     from headrace.sharing import Sharing
 
@@ -112,8 +114,16 @@ def child(job: dict[str, Any], words: list[str]) -> int:
     if job["blocks"]:
         shapes = Sharing.shapes
         Sharing.shapes = lambda s: (x for x in shapes(s) if x.blocks == job["blocks"])  # type: ignore[method-assign]
+    if job["even"]:
+        start = Sharing.__init__
+
+        def alike(made: Any, *args: Any) -> None:
+            same = [dataclasses.replace(rank, machine=args[4][0].machine) for rank in args[4]]
+            start(made, *args[:4], same, *args[5:])
+
+        Sharing.__init__ = alike  # type: ignore[method-assign]
     if job["apart"]:
-        Sharing._together = lambda *_: 0  # type: ignore[method-assign]
+        sharing.WORTH = 0.0
     status = main(words)
     used = resource.getrusage(resource.RUSAGE_SELF)
     told = {
@@ -199,7 +209,7 @@ def start(args: argparse.Namespace, folder: Path, path: Path) -> dict[str, Any]:
     slow = dict(part.split(":") for part in args.slow.split(",")) if args.slow else {}
     job = {
         "disk": args.disk * 1e6, "flops": args.flops * 1e9, "slow": {k: float(v) for k, v in slow.items()},
-        "blocks": args.blocks, "apart": args.no_together, "folder": str(folder),
+        "blocks": args.blocks, "apart": args.no_together, "even": args.even, "folder": str(folder),
         "groups": groups_of(rams) if all(rams) else [],
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job))
@@ -222,7 +232,6 @@ def start(args: argparse.Namespace, folder: Path, path: Path) -> dict[str, Any]:
             "--any-model",
         ]
         words += ["--machine", constants, *(["--ram", f"{ram >> 20}M"] if ram else [])]
-        words += ["--layer-split", ",".join([f"{1 / args.ranks:.6f}"] * args.ranks)] if args.even else []
         words += ["--trace", args.trace.resolve()] if args.trace else []
         command += [":"] if rank else []
         command += ["-n", "1", sys.executable, __file__, "--child", str(folder / "job.json"), *map(str, words)]

@@ -211,7 +211,10 @@ class Sharing:
         """Seconds that a rank computes a block of prompts, and one of next tokens, and that it reads its layers."""
         read = self.read(shape, rank, first, end)
         prompt, following = (self._sums(rank, self._knobs(shape, p), p) for p in (True, False))
-        return HOP[0] + prompt[end] - prompt[first], HOP[0] + following[end] - following[first], read
+        copied, who = HOP[0], self.ranks[rank].machine
+        if 0 < read < math.inf and who is not None:  # where reading is work for the cores too
+            copied += read * sum(link.taken * link.rate for link in who.path("disk", "host"))
+        return copied + prompt[end] - prompt[first], copied + following[end] - following[first], read
 
     # --- what it all takes ------------------------------------------------------------------------------
 
