@@ -193,7 +193,8 @@ class Sharing:
         if not who.memory:
             return 0.0
         rest = 4 * self.cost.width * shape.rows * (shape.runs * shape.blocks - 1) + self.sizes.scratch(shape.rows)
-        rest += 4 * self.model.spec.vocab * min(shape.rows, shape.sequences) if last else 0
+        most = shape.sequences if "sequences" in self.free else self.options.sequences
+        rest += 4 * self.model.spec.vocab * min(shape.rows, most) if last else 0
         left = who.memory - rest - (self._page[end] - self._page[first]) * shape.pages
         held = self._held[end] - self._held[first] + (self._table if last and first else 0)
         if held <= left:
