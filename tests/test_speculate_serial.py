@@ -19,6 +19,7 @@ def served(policy: Serial, passes: list[float]) -> tuple[Node, float]:
     """The prompt's pass and then next tokens' passes of so many seconds; the tip and the time."""
     tip, now = Node(7, PROMPT - 1), 0.0
     for run, took in enumerate(passes):
+        assert run or policy.ready(0, tip, now)
         rows = PROMPT if run == 0 else 1
         sent = [(Row(0, i, 5, i, wanted=i == rows - 1), tip if i == rows - 1 else None) for i in range(rows)]
         policy.launched(run, sent, now)
@@ -43,13 +44,27 @@ def placed(policy: Serial, tip: Node, now: float, chance: float = 0.75) -> int:
 
 def test_where_weights_stream_the_prompt_says_what_passes_take() -> None:
     resident, streaming = Serial(), Serial()
-    streaming.streams = True
+    streaming.stream()
     tip, now = served(resident, [1.0, 1.0])
     assert not resident.active() and placed(resident, tip, now) == 0
     tip, now = served(streaming, [1.0])
     assert streaming.active()
-    # 24 rows took a second, so each more is thought to cost 12 ms: all that may be right with more than 2% travel.
+    assert not streaming.ready(0, tip, now)  # it waits for its draft
+    # A further row is thought to cost next to nothing: all that may be right with more than 2% travels.
     assert placed(streaming, tip, now) > 16
+
+
+def test_what_streaming_passes_take_is_corrected_by_wider_ones() -> None:
+    """The first pass was a slow one: nothing had been read ahead."""
+    policy = Serial()
+    policy.stream()
+    tip, now = served(policy, [5.0])
+    for run in range(1, 4):
+        sent = [(Row(0, i, 5, i, wanted=True, guess=i > 0), tip) for i in range(40)]
+        policy.launched(run, sent, now)
+        now += 2.0
+        policy.returned(run, 40, now)
+    assert 1.5 < policy.rates(40) < 2.5 and policy.rates(1) < 3.0
 
 
 def test_resident_rows_cost_until_they_were_tried() -> None:
@@ -61,7 +76,7 @@ def test_resident_rows_cost_until_they_were_tried() -> None:
 
 def test_a_draft_is_not_grown_where_nothing_would_be_launched() -> None:
     policy = Serial()
-    policy.streams = True
+    policy.stream()
     served(policy, [1000.0])
     growth = Frugal(policy)
     growth.rates.note(1, 1e-6)

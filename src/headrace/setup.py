@@ -117,8 +117,8 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     if draft is not None and not draft.own:  # what drafts stays in memory
         sizes.blocks = [i for i in sizes.blocks if i not in draft.numbers]
     streamed = place(budget, device, model, pages, options, sizes=sizes)
-    if isinstance(policy, Serial):
-        policy.streams = bool(streamed)
+    if streamed and isinstance(policy, Serial):
+        policy.stream()
     weights = load_weights(device, model, streamed, options)
     cache = make_cache(device, model, pages, options)
     computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)

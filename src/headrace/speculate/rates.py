@@ -9,9 +9,13 @@ PRIOR = 0.3
 
 
 class Rates:
-    """Seconds of a pass by its rows, learned: the level from passes of few rows, and each count's share of it."""
+    """Seconds of a pass by its rows, learned: the level from passes of few rows, and each count's share of it.
 
-    def __init__(self) -> None:
+    prior: what a further row is thought to cost, of a one-row pass, until it was tried.
+    """
+
+    def __init__(self, prior: float = PRIOR) -> None:
+        self.prior = prior
         self.level = 0.0
         self._shape: dict[int, tuple[int, float]] = {}
         self._known: list[int] = []
@@ -43,7 +47,7 @@ class Rates:
         self._known = sorted(self._shape)
 
     def __call__(self, rows: int) -> float:
-        """Between known counts on a line; beyond them on the last line, or ``PRIOR`` a row."""
+        """Between known counts on a line; beyond them on the last line, or ``prior`` a row."""
         known = self._known
         if not known:
             return 0.0
@@ -51,7 +55,7 @@ class Rates:
         if at < len(known) and known[at] == rows:
             return self.level * self._shape[rows][1]
         if at == 0 or len(known) == 1:
-            return self.level * max(self._shape[known[0]][1] + PRIOR / known[0] * (rows - known[0]), 0.1)
+            return self.level * max(self._shape[known[0]][1] + self.prior / known[0] * (rows - known[0]), 0.1)
         low, high = (known[at - 1], known[at]) if at < len(known) else (known[-2], known[-1])
         a, b = self._shape[low][1], self._shape[high][1]
         return self.level * max(a + max(b - a, 0.0) * (rows - low) / (high - low), a)

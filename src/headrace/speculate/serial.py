@@ -29,6 +29,8 @@ START, SHARE, MOST = 2.5, 0.005, 12.0
 """The account, in passes: at the start, what a plain pass adds, and the most it can hold."""
 LOOKUP = 0.05
 """The most that waiting for drafts without a model may cost, in passes."""
+FLAT = 0.005
+"""What a further row is thought to cost where weights stream, of a pass, until it was tried."""
 FEW = 64
 """Known rows in a run from which on there is no guessing: a run of prompts, or a full one."""
 
@@ -37,13 +39,12 @@ class Serial(Measured):
     """See the module's docstring. rows: most guesses in a run; floor: least chance of one that is considered.
 
     streams: the weights are read for every pass, which takes about as long whatever its rows: then the prompt's pass
-    already says what passes take, and no two plain ones are spent on that.
+    already says what passes take, and no plain ones are spent on that.
     """
-
-    streams = False
 
     def __init__(self, rows: int = 63, most_guesses: int = 96, floor: float = 0.02) -> None:
         self.rates = Rates()
+        self.streams = False
         super().__init__(Speed(self.rates, self.rates), rows, most_guesses, floor)
         self.account = 0.0
         self._opened = False
@@ -55,6 +56,10 @@ class Serial(Measured):
         self._elapsed = self._tokens = 0.0
         self._drafts: dict[int, tuple[int, bool]] = {}
         self._begun: dict[int, int] = {}
+
+    def stream(self) -> None:
+        """The weights stream."""
+        self.streams, self.rates.prior = True, FLAT
 
     def active(self) -> bool:
         """Whether there may be guesses: what passes take is known, and the account isn't overdrawn."""
@@ -72,11 +77,11 @@ class Serial(Measured):
 
     def ready(self, seq: int, tip: Node, now: float) -> bool:
         """A next token waits for its draft, if any can be of use: nobody else could use the time."""
-        if not self.active():
-            self._since = None
-            return True
         known = tip.position + 1
         if self._begun.setdefault(seq, known) == known:
+            return True
+        if not self.active():
+            self._since = None
             return True
         base, more = self._drafts.get(seq, (0, False))
         if base >= known and not more:
@@ -98,14 +103,16 @@ class Serial(Measured):
 
     def returned(self, run: int, rows: int, now: float) -> None:
         began, known, guesses, decoding = self._out.pop(run)
-        if not (decoding or self.streams) or not known or rows < known + guesses:
+        if not (decoding or (self.streams and known <= FEW)) or not known or rows < known + guesses:
             return
         took = now - began
-        self.rates.note(known + guesses, took)
+        if self.streams and (not decoding or took < self.rates.level):
+            self.rates.note(1, took)  # fewer rows don't take longer
         if not self._opened:
             self._opened, self.account = True, START * took
         if not decoding:
             return
+        self.rates.note(known + guesses, took)
         plain = self.rates(known)
         self._each = plain / known
         self._elapsed, self._tokens = 0.96 * self._elapsed, 0.96 * self._tokens
@@ -148,7 +155,8 @@ class Serial(Measured):
         known, rates, pace = sizes[-1], self.rates, self.pace
         sums = [0.0, *accumulate(p for p, _, _ in found)]
         # Not far beyond what was tried: a wide run may cost many times what is thought.
-        most = min(len(found), self.rows, order.guesses, order.rows - known, 2 * rates.most + 1 - known)
+        tried = self.rows if self.streams else 2 * rates.most + 1 - known
+        most = min(len(found), self.rows, order.guesses, order.rows - known, tried)
         if most <= 0:
             return []
         _, count = max((pace * sums[r] - rates(known + r), r) for r in {*RIDERS, most} if r <= most)

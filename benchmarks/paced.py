@@ -1,0 +1,391 @@
+"""Paced ranks: real MPI and real tokens at a cluster's pace, against the simulator's prediction of the same.
+
+    python benchmarks/paced.py [--targets 3,8] [--rounds 5] [--tokens 48] [--layer-ms 6] [--draft-ms 32] [--out FILE]
+
+Every layer of every rank is padded by sleep to ``--layer-ms`` times the CPU's cost curve of its rows, a step of the
+drafter to ``--draft-ms`` times it, so that many ranks fit on two cores ("cores": what they used). Target: SmolLM2;
+draft: the same with noise in its feed-forward parts (``inflate.py``), which agrees with it at 0.75 +- 0.03 of a text's
+places; of some prompts the one whose text is nearest to that is taken. Plain, synchronous, PipeInfer's and our policy
+take turns in one job; both others' settings are the simulator's best of some.
+
+The simulator gets the pads, the recorded places where the draft is right, and this machine's overheads, probed before:
+a message's way between two ranks after silences of 0 to 200 ms, and the handling of a run's message on a stage. Nothing
+is fitted to a result. Prints JSON: tokens/s measured (medians) and predicted, the error, and whether ours is fastest.
+About seven minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from headrace import drafting, ensemble
+from headrace.cluster import message
+from headrace.cluster.handshake import Ready
+from headrace.cluster.members import CONTROL, Member
+from headrace.engine import Options, load
+from headrace.run.head import Head
+from headrace.run.schedule import Order
+from headrace.run.stage import Stage
+from headrace.run.types import Append, Params, Request, Row, RunMessage, Sampling, Submit
+from headrace.simulate.acceptance import DraftText, Recorded, TargetText
+from headrace.simulate.cluster import CPU_CURVE as CURVE
+from headrace.simulate.driver import Simulation
+from headrace.simulate.network import LinkSpec
+from headrace.speculate.learned import Learned, probe
+from model_zoo import smollm2
+from pair import noisy, text_of
+
+BLOCKS, WIDTH = 30, 576
+SLACK = 2e-3
+"""Seconds by which a step may begin late and still count from the end of the one before."""
+SILENCES = (0.0, 0.008, 0.064, 0.2)
+PINGS = 12
+HEAD = 0.2
+"""Of the drafter's step, its output layer's part."""
+
+
+# --- the ranks --------------------------------------------------------------------------------------------
+
+
+class Paced:
+    """A computer whose steps take what ``seconds(layer)`` says for one row, times the curve of their rows."""
+
+    def __init__(self, computer: Any, seconds: Callable[[int], float]) -> None:
+        self.computer, self.seconds = computer, seconds
+        self.end, self.steps, self.late = 0.0, 0, 0
+
+    def step(self, layer: int, run: Any) -> None:
+        now = time.monotonic()
+        began = self.end if now - self.end < SLACK else now
+        rows = len(run.live)
+        self.computer.step(layer, run)
+        self.end = began + self.seconds(layer) * CURVE(rows)
+        left = self.end - time.monotonic()
+        self.steps += 1
+        self.late += left < 0
+        if left > 0:
+            time.sleep(left)
+
+
+class Switched:
+    """The drafter of each strategy; a sequence's number says whose turn it is. Never is anything of two under way."""
+
+    def __init__(self, drafters: Sequence[Any]) -> None:
+        self.drafters = list(drafters)
+        self.now: Any = None
+
+    def on_event(self, event: Any, now: float) -> Any:
+        if getattr(event, "start", None) == 0 and not event.over:
+            chosen = self.drafters[event.seq % len(self.drafters)]
+            if self.now is not None:
+                chosen._run = max(chosen._run, self.now._run)  # a stage takes runs in rising order only
+            self.now = chosen
+        return self.now.on_event(event, now)
+
+
+def draft_seconds(total: float) -> Callable[[int], float]:
+    return lambda layer: total * (HEAD if layer == BLOCKS + 1 else (1 - HEAD) / (BLOCKS + 1))
+
+
+def pings(link: Any) -> list[float]:
+    """Seconds of a message's way to rank 1 after each of the silences; rank 1 answers."""
+    found, back = [], 0.0
+    for silence in SILENCES:
+        took = []
+        for _ in range(PINGS):
+            time.sleep(silence)
+            start = time.monotonic()
+            link.send(1, CONTROL, Ready(1))
+            hear(link)
+            took.append(time.monotonic() - start)
+        back = back or statistics.median(took) / 2
+        found.append(statistics.mean(sorted(took)[: PINGS - 1]) - back)
+    return found
+
+
+def hear(link: Any) -> None:
+    while link.receive() is None:
+        link.wait(1.0)
+
+
+def rank(path: Path) -> int:
+    from headrace.cluster.mpi import join
+
+    job = json.loads(path.read_text())
+    wishes = [drafting.Wish(model=Path(job["draft"]), policy=p, knobs=k) for p, k in job["strategies"]]
+    each, total = job["layer"], job["draft_step"]
+    options = Options(
+        threads=1, rank_threads=(1,), context=256, drafter=job["draft"], layer_split=job["split"], sequences=1, rows=64
+    )
+    with join() as link:
+        (path.parent / f"pid{link.rank}").write_text(str(os.getpid()))
+        if link.rank:
+            if link.rank == 1:
+                for _ in range(PINGS * len(SILENCES)):
+                    hear(link)
+                    link.send(0, CONTROL, Ready(1))
+            ensemble.Member = paced_member(each, total, path.parent)  # type: ignore[attr-defined]
+            real = drafting.drafter_of
+            drafting.drafter_of = lambda wish, draft, policy=None: Switched([real(w, draft) for w in wishes])
+            return ensemble.serve(lambda: Path(job["model"]), options, link)
+        ways = pings(link)
+        with load(job["model"], options, link=link) as engine:
+            stage, computer = engine.parts.loop.stages[0]
+            paced = Paced(computer, lambda _: each)
+            engine.parts.loop.stages = [(stage, paced)]
+            print(json.dumps({"ways": ways, **lead(engine, wishes, job, path.parent, paced)}), flush=True)
+    return 0
+
+
+def paced_member(each: float, total: float, folder: Path) -> type[Member]:
+    class Padded(Member):
+        def __init__(self, link: Any, ranks: Any, number: int, stage: Any, targets: int, *more: Any) -> None:
+            self.paced = Paced(stage[1], draft_seconds(total) if number >= targets else lambda _: each)
+            super().__init__(link, ranks, number, (stage[0], self.paced), targets, *more)
+
+        def serve(self) -> int:
+            status = super().serve()
+            (folder / f"late{self.link.rank}").write_text(f"{self.paced.late} of {self.paced.steps}")
+            return status
+
+    return Padded
+
+
+def learned(share: float, passes: dict[int, float], rows: int) -> Learned:
+    """Our policy, knowing what passes take and no more."""
+    policy = Learned(share, rows)
+    for count, seconds in sorted(passes.items()):
+        policy.learn(count, seconds)
+        policy.learn(count, seconds)
+    return policy
+
+
+def policy_of(wish: drafting.Wish, share: float, passes: dict[int, float]) -> Any:
+    if wish.policy == "ours":
+        return learned(share, passes, int(min(wish.most, 64)))
+    return drafting.rank_policy(wish, share)
+
+
+def lead(engine: Any, wishes: list[drafting.Wish], job: dict[str, Any], folder: Path, paced: Paced) -> dict[str, Any]:
+    """Plain (no wish) and each strategy in turn, round by round."""
+    loop, head = engine.parts.loop, engine.head
+    first = Learned(1 / loop.targets)
+    probe(loop, first)
+    passes = {rows: first.rates(rows) for rows in first.rates._known}
+    plain = head.order
+    samples: dict[str, list[float]] = {}
+    counts: dict[str, dict[str, int]] = {}
+    texts = set()
+    pids = [int((folder / f"pid{r}").read_text()) for r in range(len(loop.link.hosts))]
+    start, cpu = time.monotonic(), sum(map(cpu_of, pids))
+    for _ in range(job["rounds"]):
+        for number in range(len(wishes) + 1):
+            wish = wishes[number] if number < len(wishes) else drafting.Wish()
+            name = wish.policy if wish else "plain"
+            loop.drafting = bool(wish)
+            head.policy = policy_of(wish, first.share, passes)
+            head.order = drafting.order_of(wish, plain, loop.targets) if wish else Order(rows=64, sequences=1)
+            before = vars(head.counts).copy()
+            engine._ids = iter([number])
+            asked = engine.submit(job["prompt"], job["tokens"], ignore_eos=True)
+            while not asked.finish:
+                engine.work()
+            f = asked.figures
+            samples.setdefault(name, []).append((len(asked.tokens) - 1) / (f.last - f.first))
+            counts[name] = {k: v - before[k] for k, v in vars(head.counts).items()}
+            texts.add(tuple(asked.tokens))
+            engine._jobs.clear()
+            time.sleep(0.3)  # what is under way at the drafter ends
+    wall = time.monotonic() - start
+    cores = (sum(map(cpu_of, pids)) - cpu) / wall
+    late = [f"{paced.late} of {paced.steps}"]
+    return {
+        "samples": samples, "counts": counts, "same": len(texts) == 1, "tokens": list(texts.pop()), "cores": cores,
+        "seconds": wall, "share": first.share, "passes": passes, "late": late,
+    }  # fmt: skip
+
+
+def cpu_of(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- the simulator ----------------------------------------------------------------------------------------
+
+
+class Shared(Simulation):
+    """Head and first stage are one thread: what comes for the head waits for the layer that is being computed."""
+
+    def _to_head(self, event: Any) -> None:
+        node, now = self.pipe.nodes[0], self.clock.now
+        end = node._began + node._each
+        while node.step is not None and end <= now:
+            end += node._each
+        if node.step is not None and end > now + 1e-9:
+            self.clock.at(end, super()._to_head, event)
+        else:
+            super()._to_head(event)
+
+
+def handling() -> float:
+    """Seconds that a stage's messages cost: unpacking one, hearing it, packing it again."""
+    rows = (Row(0, 0, 5, 0, wanted=True),)
+    stage = Stage(1, 2, 4)
+    took = []
+    for i in range(50):
+        op = Append(0, (i,), (5,))
+        ops = (Params(0, Sampling()), op) if i == 0 else (op,)
+        rows = (Row(0, i, 5, i, wanted=True),)
+        data = message.pack(RunMessage(0, i, False, ops, rows, None, np.zeros((1, WIDTH), np.float32)))
+        start = time.perf_counter()
+        found = message.unpack(memoryview(data), message.Limits(50_000, 64, WIDTH))
+        assert isinstance(found, RunMessage)
+        stage.on_event(found, 0.0)
+        stage.runs[i].rows  # noqa: B018 (it is made when first asked for)
+        for effect in stage.on_event(SimpleNamespace(layer=1, run=i), 0.0):  # type: ignore[arg-type]
+            if isinstance(effect, RunMessage):
+                message.pack(effect)
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+def link_of(ways: Sequence[float], handled: float) -> LinkSpec:
+    """What a message takes at once, and by how much a receiver that has heard nothing for long is slower to see it."""
+    slopes = [(way - ways[0]) / silence for way, silence in zip(ways[1:], SILENCES[1:], strict=True)]
+    return LinkSpec(max(ways[0], 1e-6) + handled, 1e9, listen=max(0.0, statistics.median(slopes)))
+
+
+def predict(wish: drafting.Wish, blocks: Sequence[int], job: dict[str, Any], link: LinkSpec, pair: Recorded) -> float:
+    """Tokens/s of a strategy on stages of so many blocks."""
+    targets, total, each = len(blocks), BLOCKS + 2, job["layer"]
+    layers = [*blocks]
+    layers[0] += 1
+    layers[-1] += 1
+    hops = targets - (targets == 1)
+    passes = {rows: total * each * CURVE(rows) + hops * link.latency for rows in (1, 2, 4, 8, 16)}
+    policy = policy_of(wish, max(layers) / total, passes)
+    order = Order(rows=64, sequences=1)
+    head = Head(80, drafting.order_of(wish, order, targets), policy)
+    stages, edge = [], 0
+    for count in layers:
+        last = edge + count == total
+        stages.append((Stage(edge, edge + count, total), TargetText(total) if last else None))
+        edge += count
+    drafter, drafts = None, []
+    if wish:
+        some: Any = SimpleNamespace(pages=24, share=job["draft_step"] / (total * each), words=None)
+        drafter = drafting.drafter_of(wish, some)
+        drafts = [(Stage(0, 8, 8), DraftText(8, pair))]
+    simulation = Shared(
+        head, stages, lambda _, rows: each * CURVE(rows), link, WIDTH, drafter, drafts,
+        lambda _, rows: job["draft_step"] / 8 * CURVE(rows),
+    )  # fmt: skip
+    simulation.submit(Submit(Request(0, tuple(2 * p for p in range(len(job["prompt"]))), job["tokens"])))
+    times = [time for time, _, _ in simulation.run().emitted]
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def settings(blocks: Sequence[int], job: dict[str, Any], link: LinkSpec, pair: Recorded) -> list[drafting.Wish]:
+    """The best synchronous one, PipeInfer's best, ours; drafts are of a model in name only."""
+
+    def best(policy: str, knobs: list[dict[str, float]]) -> drafting.Wish:
+        tried = [drafting.Wish(model=Path("-"), policy=policy, knobs=k) for k in knobs]
+        return max(tried, key=lambda wish: predict(wish, blocks, job, link, pair))
+
+    narrow: list[dict[str, float]] = [{"draft": d, "np": 1, "pa": 0.001, "ps": 0.2} for d in (1, 2, 3, 4)]
+    wide: list[dict[str, float]] = [{"draft": d, "np": 2, "pa": 0.001, "ps": 0.03} for d in (2, 3, 4)]
+    sync: list[dict[str, float]] = [{"draft": d} for d in range(1, 9)]
+    return [best("sync", sync), best("pipeinfer", narrow + wide), drafting.Wish(model=Path("-"))]
+
+
+# --- both -------------------------------------------------------------------------------------------------
+
+
+def even(targets: int) -> list[int]:
+    """Blocks of each target rank, so that their layers with embedding and output are about as many."""
+    layers = [(BLOCKS + 2) // targets + (i < (BLOCKS + 2) % targets) for i in range(targets)]
+    order = [*layers[1:-1], layers[0], layers[-1]]  # the longer ones in the middle
+    inner, ends = sorted(order, reverse=True)[: targets - 2], sorted(order)[:2]
+    return [ends[1] - 1, *inner, ends[0] - 1]
+
+
+def measure(targets: int, job: dict[str, Any], pair: Recorded, handled: float) -> dict[str, Any]:
+    blocks = even(targets)
+    guess = LinkSpec(2e-4, 1e9)  # only to choose others' settings with, before anything is known
+    wishes = settings(blocks, job, guess, pair)
+    job["split"] = ",".join(f"{n / BLOCKS:.6f}" for n in blocks) + "/1.0"
+    job["strategies"] = [(w.policy, dict(w.knobs)) for w in wishes]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        program = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        words = [program, "-n", str(targets + 1), "--oversubscribe", "--bind-to", "none", sys.executable, __file__]
+        done = subprocess.run(
+            [*words, "--rank", str(path)], env={**os.environ, **root}, stdout=subprocess.PIPE, text=True, check=True
+        )
+        said = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+        said["late"] += [f.read_text() for f in sorted(Path(folder).glob("late*"))]
+    link = link_of(said["ways"], handled)
+    rows = {}
+    for wish in (drafting.Wish(), *wishes):
+        name = wish.policy if wish else "plain"
+        measured, told = statistics.median(said["samples"][name]), predict(wish, blocks, job, link, pair)
+        rows[name] = {
+            "knobs": dict(wish.knobs), "measured": round(measured, 3), "predicted": round(told, 3),
+            "error": round(told / measured - 1, 4), "samples": [round(s, 3) for s in said["samples"][name]],
+            "guesses": said["counts"][name],
+        }  # fmt: skip
+    top = max(rows, key=lambda name: float(rows[name]["measured"]))
+    return {
+        "targets": targets, "blocks": blocks, "strategies": rows, "fastest": top, "ours_fastest": top == "ours",
+        "worst_error": max(abs(float(r["error"])) for r in rows.values()), "cores": round(said["cores"], 3),  # type: ignore[arg-type]
+        "seconds": round(said["seconds"], 1), "same_text": said["same"] and said["tokens"] == job["answer"],
+        "way_ms": [round(1e3 * w, 3) for w in said["ways"]], "handling_ms": round(1e3 * handled, 3),
+        "late_steps": said["late"], "probed_passes": said["passes"], "probed_share": said["share"],
+    }  # fmt: skip
+
+
+def main() -> int:
+    if len(sys.argv) == 3 and sys.argv[1] == "--rank":
+        return rank(Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="3,8", type=lambda s: [int(n) for n in s.split(",")])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--layer-ms", type=float, default=6.0)
+    parser.add_argument("--draft-ms", type=float, default=32.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model, draft = smollm2(), noisy()
+    prompt, answer, pair, agreement = text_of(model, draft, args.tokens)
+    job = {
+        "model": str(model), "draft": str(draft), "prompt": prompt, "answer": answer, "tokens": args.tokens,
+        "rounds": args.rounds, "layer": args.layer_ms / 1e3, "draft_step": args.draft_ms / 1e3,
+    }  # fmt: skip
+    handled = handling()
+    found = [measure(targets, job, pair, handled) for targets in args.targets]
+    result = {"benchmark": "paced", "agreement": agreement, "layer_ms": args.layer_ms, "draft_ms": args.draft_ms}
+    text = json.dumps({**result, "clusters": found}, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
