@@ -9,8 +9,9 @@ places; of some prompts the one whose text is nearest to that is taken. Plain, s
 take turns in one job; both others' settings are the simulator's best of some.
 
 The simulator gets the pads, the recorded places where the draft is right, and this machine's overheads, probed before:
-a message's way between two ranks after silences of 0 to 200 ms, and the handling of a run's message on a stage. Nothing
-is fitted to a result. Prints JSON: tokens/s measured (medians) and predicted, the error, and whether ours is fastest.
+a message's way between two ranks after silences of 0 to 200 ms, the handling of a run's message on a stage, and what
+head and drafter take to think, which a first simulation with their code tells (``paced_prediction.py``). Nothing is
+fitted to a result. Prints JSON: tokens/s measured (medians) and predicted, the error, and whether ours is fastest.
 About seven minutes.
 """
 
@@ -27,32 +28,22 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from headrace import drafting, ensemble
-from headrace.cluster import message
 from headrace.cluster.handshake import Ready
 from headrace.cluster.members import CONTROL, Member
 from headrace.engine import Options, load
-from headrace.run.head import Head
 from headrace.run.schedule import Order
-from headrace.run.stage import Stage
-from headrace.run.types import Append, Params, Request, Row, RunMessage, Sampling, Submit
-from headrace.simulate.acceptance import DraftText, Recorded, TargetText
+from headrace.simulate.acceptance import Recorded
 from headrace.simulate.cluster import CPU_CURVE as CURVE
-from headrace.simulate.driver import Simulation
-from headrace.simulate.network import LinkSpec
 from headrace.speculate.learned import Learned, probe
 from model_zoo import smollm2
+from paced_prediction import BLOCKS, SILENCES, even, handling, link_of, policy_of, predict, settings
 from pair import noisy, text_of
 
-BLOCKS, WIDTH = 30, 576
 SLACK = 2e-3
-"""Seconds by which a step may begin late and still count from the end of the one before."""
-SILENCES = (0.0, 0.008, 0.064, 0.2)
+"""Seconds by which a run's layer may begin late and still count from the end of the one before."""
 PINGS = 12
 HEAD = 0.2
 """Of the drafter's step, its output layer's part."""
@@ -67,10 +58,12 @@ class Paced:
     def __init__(self, computer: Any, seconds: Callable[[int], float]) -> None:
         self.computer, self.seconds = computer, seconds
         self.end, self.steps, self.late = 0.0, 0, 0
+        self.last = (-1, -1)
 
     def step(self, layer: int, run: Any) -> None:
         now = time.monotonic()
-        began = self.end if now - self.end < SLACK else now
+        began = self.end if self.last == (run.id, layer - 1) and now - self.end < SLACK else now
+        self.last = (run.id, layer)
         rows = len(run.live)
         self.computer.step(layer, run)
         self.end = began + self.seconds(layer) * CURVE(rows)
@@ -165,21 +158,6 @@ def paced_member(each: float, total: float, folder: Path) -> type[Member]:
     return Padded
 
 
-def learned(share: float, passes: dict[int, float], rows: int) -> Learned:
-    """Our policy, knowing what passes take and no more."""
-    policy = Learned(share, rows)
-    for count, seconds in sorted(passes.items()):
-        policy.learn(count, seconds)
-        policy.learn(count, seconds)
-    return policy
-
-
-def policy_of(wish: drafting.Wish, share: float, passes: dict[int, float]) -> Any:
-    if wish.policy == "ours":
-        return learned(share, passes, int(min(wish.most, 64)))
-    return drafting.rank_policy(wish, share)
-
-
 def lead(engine: Any, wishes: list[drafting.Wish], job: dict[str, Any], folder: Path, paced: Paced) -> dict[str, Any]:
     """Plain (no wish) and each strategy in turn, round by round."""
     loop, head = engine.parts.loop, engine.head
@@ -224,109 +202,12 @@ def cpu_of(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# --- the simulator ----------------------------------------------------------------------------------------
-
-
-class Shared(Simulation):
-    """Head and first stage are one thread: what comes for the head waits for the layer that is being computed."""
-
-    def _to_head(self, event: Any) -> None:
-        node, now = self.pipe.nodes[0], self.clock.now
-        end = node._began + node._each
-        while node.step is not None and end <= now:
-            end += node._each
-        if node.step is not None and end > now + 1e-9:
-            self.clock.at(end, super()._to_head, event)
-        else:
-            super()._to_head(event)
-
-
-def handling() -> float:
-    """Seconds that a stage's messages cost: unpacking one, hearing it, packing it again."""
-    rows = (Row(0, 0, 5, 0, wanted=True),)
-    stage = Stage(1, 2, 4)
-    took = []
-    for i in range(50):
-        op = Append(0, (i,), (5,))
-        ops = (Params(0, Sampling()), op) if i == 0 else (op,)
-        rows = (Row(0, i, 5, i, wanted=True),)
-        data = message.pack(RunMessage(0, i, False, ops, rows, None, np.zeros((1, WIDTH), np.float32)))
-        start = time.perf_counter()
-        found = message.unpack(memoryview(data), message.Limits(50_000, 64, WIDTH))
-        assert isinstance(found, RunMessage)
-        stage.on_event(found, 0.0)
-        stage.runs[i].rows  # noqa: B018 (it is made when first asked for)
-        for effect in stage.on_event(SimpleNamespace(layer=1, run=i), 0.0):  # type: ignore[arg-type]
-            if isinstance(effect, RunMessage):
-                message.pack(effect)
-        took.append(time.perf_counter() - start)
-    return statistics.median(took)
-
-
-def link_of(ways: Sequence[float], handled: float) -> LinkSpec:
-    """What a message takes at once, and by how much a receiver that has heard nothing for long is slower to see it."""
-    slopes = [(way - ways[0]) / silence for way, silence in zip(ways[1:], SILENCES[1:], strict=True)]
-    return LinkSpec(max(ways[0], 1e-6) + handled, 1e9, listen=max(0.0, statistics.median(slopes)))
-
-
-def predict(wish: drafting.Wish, blocks: Sequence[int], job: dict[str, Any], link: LinkSpec, pair: Recorded) -> float:
-    """Tokens/s of a strategy on stages of so many blocks."""
-    targets, total, each = len(blocks), BLOCKS + 2, job["layer"]
-    layers = [*blocks]
-    layers[0] += 1
-    layers[-1] += 1
-    hops = targets - (targets == 1)
-    passes = {rows: total * each * CURVE(rows) + hops * link.latency for rows in (1, 2, 4, 8, 16)}
-    policy = policy_of(wish, max(layers) / total, passes)
-    order = Order(rows=64, sequences=1)
-    head = Head(80, drafting.order_of(wish, order, targets), policy)
-    stages, edge = [], 0
-    for count in layers:
-        last = edge + count == total
-        stages.append((Stage(edge, edge + count, total), TargetText(total) if last else None))
-        edge += count
-    drafter, drafts = None, []
-    if wish:
-        some: Any = SimpleNamespace(pages=24, share=job["draft_step"] / (total * each), words=None)
-        drafter = drafting.drafter_of(wish, some)
-        drafts = [(Stage(0, 8, 8), DraftText(8, pair))]
-    simulation = Shared(
-        head, stages, lambda _, rows: each * CURVE(rows), link, WIDTH, drafter, drafts,
-        lambda _, rows: job["draft_step"] / 8 * CURVE(rows),
-    )  # fmt: skip
-    simulation.submit(Submit(Request(0, tuple(2 * p for p in range(len(job["prompt"]))), job["tokens"])))
-    times = [time for time, _, _ in simulation.run().emitted]
-    return (len(times) - 1) / (times[-1] - times[0])
-
-
-def settings(blocks: Sequence[int], job: dict[str, Any], link: LinkSpec, pair: Recorded) -> list[drafting.Wish]:
-    """The best synchronous one, PipeInfer's best, ours; drafts are of a model in name only."""
-
-    def best(policy: str, knobs: list[dict[str, float]]) -> drafting.Wish:
-        tried = [drafting.Wish(model=Path("-"), policy=policy, knobs=k) for k in knobs]
-        return max(tried, key=lambda wish: predict(wish, blocks, job, link, pair))
-
-    narrow: list[dict[str, float]] = [{"draft": d, "np": 1, "pa": 0.001, "ps": 0.2} for d in (1, 2, 3, 4)]
-    wide: list[dict[str, float]] = [{"draft": d, "np": 2, "pa": 0.001, "ps": 0.03} for d in (2, 3, 4)]
-    sync: list[dict[str, float]] = [{"draft": d} for d in range(1, 9)]
-    return [best("sync", sync), best("pipeinfer", narrow + wide), drafting.Wish(model=Path("-"))]
-
-
 # --- both -------------------------------------------------------------------------------------------------
-
-
-def even(targets: int) -> list[int]:
-    """Blocks of each target rank, so that their layers with embedding and output are about as many."""
-    layers = [(BLOCKS + 2) // targets + (i < (BLOCKS + 2) % targets) for i in range(targets)]
-    order = [*layers[1:-1], layers[0], layers[-1]]  # the longer ones in the middle
-    inner, ends = sorted(order, reverse=True)[: targets - 2], sorted(order)[:2]
-    return [ends[1] - 1, *inner, ends[0] - 1]
 
 
 def measure(targets: int, job: dict[str, Any], pair: Recorded, handled: float) -> dict[str, Any]:
     blocks = even(targets)
-    guess = LinkSpec(2e-4, 1e9)  # only to choose others' settings with, before anything is known
-    wishes = settings(blocks, job, guess, pair)
+    wishes = settings(blocks, job, pair)
     job["split"] = ",".join(f"{n / BLOCKS:.6f}" for n in blocks) + "/1.0"
     job["strategies"] = [(w.policy, dict(w.knobs)) for w in wishes]
     with tempfile.TemporaryDirectory() as folder:
@@ -340,11 +221,11 @@ def measure(targets: int, job: dict[str, Any], pair: Recorded, handled: float) -
         )
         said = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
         said["late"] += [f.read_text() for f in sorted(Path(folder).glob("late*"))]
-    link = link_of(said["ways"], handled)
+    link = link_of(said["ways"])
     rows = {}
     for wish in (drafting.Wish(), *wishes):
         name = wish.policy if wish else "plain"
-        measured, told = statistics.median(said["samples"][name]), predict(wish, blocks, job, link, pair)
+        measured, told = statistics.median(said["samples"][name]), predict(wish, blocks, job, link, pair, handled)
         rows[name] = {
             "knobs": dict(wish.knobs), "measured": round(measured, 3), "predicted": round(told, 3),
             "error": round(told / measured - 1, 4), "samples": [round(s, 3) for s in said["samples"][name]],
