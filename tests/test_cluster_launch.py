@@ -30,7 +30,7 @@ IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 # --- lines and records ----------------------------------------------------------------------------------
 
 
-@given(st.sampled_from("hbatje"), st.binary(max_size=300))
+@given(st.sampled_from("hbatjei"), st.binary(max_size=300))
 def test_a_line_comes_back(kind: str, data: bytes) -> None:
     line = journal.write(kind, data)
     assert line.endswith(b"\n") and line.count(b"\n") == 1 and len(line) <= LINE
@@ -170,7 +170,7 @@ def test_a_journal_of_something_else_changes_nothing(engine: Engine, monkeypatch
 # --- starting again -------------------------------------------------------------------------------------
 
 FAKE = """
-import os, signal, sys, time
+import io, os, signal, sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
 from headrace.cluster import journal as j
@@ -178,12 +178,15 @@ tries = Path({count!r})
 n = int(tries.read_text()) if tries.exists() else 0
 tries.write_text(str(n + 1))
 known = j.Journal()
-sys.stdout.buffer.write(j.write(j.HERE)); sys.stdout.buffer.flush()
-while (said := j.read(sys.stdin.buffer.readline())) != (j.END, b""):
-    known.hear(said.data)
-KEY = b"k" * 16
 def say(kind, data=b""):
     sys.stdout.buffer.write(j.write(kind, data)); sys.stdout.buffer.flush()
+say(j.HERE)
+assert j.read(sys.stdin.buffer.readline()) == (j.HERE, b"")
+say(j.HERE, b"!")
+while (said := j.read(sys.stdin.buffer.readline())) != (j.END, b""):
+    known.hear(said.data)
+sys.stdin = io.TextIOWrapper(io.BufferedReader(j.In(sys.stdin.buffer)))
+KEY = b"k" * 16
 def end(status=0, lost=b""):
     say(j.END, bytes([status]) + lost)
 def die():

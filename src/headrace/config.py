@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -46,6 +46,8 @@ class Config:
     rank: int = 0
     left: tuple[int, ...] = ()
     """Under `headrace launch`: which of the ranks it began with these are."""
+    asks: bool = False
+    """Under `headrace launch`: a person types there."""
 
     def __repr__(self) -> str:
         return f"Config(cache={str(self.cache)!r}, cpu={self.cpu!r}, hub={self.hub!r}, colour={self.colour})"
@@ -58,7 +60,9 @@ def resolve(environ: Mapping[str, str] | None = None) -> Config:
     hub = (env.get("HF_ENDPOINT") or HUB).rstrip("/")
     if urlsplit(hub).scheme not in ("http", "https") or not urlsplit(hub).netloc:
         raise Unsupported(f"HF_ENDPOINT is {hub!r}; it must be an address like {HUB}, or unset.")
-    return Config(_cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"), *_ranks(env), _left(env))
+    return Config(
+        _cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"), *_ranks(env), *_ours(env)
+    )
 
 
 def _ranks(env: Mapping[str, str]) -> tuple[int, int]:
@@ -69,14 +73,21 @@ def _ranks(env: Mapping[str, str]) -> tuple[int, int]:
     return 1, 0
 
 
-def _left(env: Mapping[str, str]) -> tuple[int, ...]:
-    return tuple(int(number) for number in env.get(OURS, "").partition(":")[2].split(",") if number.isdigit())
+def _ours(env: Mapping[str, str]) -> tuple[tuple[int, ...], bool]:
+    """(which ranks are left, whether a person types) as the launcher says it: "job:0,2:asks"."""
+    _, numbers, asks = [*env.get(OURS, "").split(":"), "", ""][:3]
+    return tuple(int(number) for number in numbers.split(",") if number.isdigit()), asks == "asks"
 
 
 def passed_on(environ: Mapping[str, str] | None = None) -> list[str]:
     """Names of variables that are set here and that `headrace launch` sets for the ranks."""
     own = {OURS, *(name for pair in LAUNCHERS for name in pair)}
     return [name for name in (*VARIABLES, "PYTHONPATH") if name not in own and (environ or os.environ).get(name)]
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """What is set here of these."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _cache(env: Mapping[str, str]) -> Path:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from headrace import config
 from headrace.cli import generation as g
 from headrace.cli import options
 from headrace.cli.planned import ANSWER, expected
@@ -134,6 +135,8 @@ def read_line(terminal: bool) -> str | None:
                 sys.stdout.flush()
                 line = input("... " if lines else "> ")
             else:
+                if config.resolve().asks:
+                    print("... " if lines else "> ", end="", file=sys.stderr, flush=True)
                 line = sys.stdin.readline()
                 if not line:
                     return "\n".join(lines) if lines else None

@@ -49,10 +49,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_hosts(parser: argparse.ArgumentParser) -> None:
+def add_hosts(parser: argparse._ActionsContainer, required: bool = True) -> None:
     """Which hosts, and how they are reached."""
     add = parser.add_argument
-    add("--hosts", type=hosts, required=True, metavar="LIST", help="host names in rank order, like a,b,c")
+    add("--hosts", type=hosts, required=required, metavar="LIST", help="host names in rank order, like a,b,c")
     add("--slots", type=counts, metavar="LIST", help="ranks on each host, like 1,2,1 (default: one on each)")
     ssh = "the ssh client and its options, for unusual ones; no password may be needed (default: %(default)s)"
     add("--ssh", default=SSH, metavar="WORDS", help=ssh)
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     session = Session(
         reads=asked.command == "chat" or getattr(asked, "file", None) in ("-", "/dev/stdin"),
         held=asked.command == "bench" or getattr(asked, "json", False),
+        asks=sys.stdin.isatty(),
     )
     launcher = Launcher(
         way_of(args), list(zip(args.hosts, slots, strict=True)), words, session, config.passed_on(), args.restarts, note

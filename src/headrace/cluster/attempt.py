@@ -29,6 +29,8 @@ PAUSE = 0.25
 """Seconds between looks at the clock and at signals."""
 RULE = re.compile(rb"-{40,}\s*")
 """mpirun's explanations stand between such lines."""
+IDLE = re.compile(rb"\[\S+\] plm:ssh: Warning: setpgid.*\s*")
+"""What mpirun says when an ssh has begun before it could do something to it."""
 
 
 @dataclass(eq=False)
@@ -38,6 +40,8 @@ class Session:
 
     reads: bool = False
     held: bool = False
+    asks: bool = False
+    """A person types, so that questions are wanted."""
     journal: Journal = field(default_factory=Journal)
     typed: bytearray = field(default_factory=bytearray)
     """All that was read of standard input."""
@@ -76,9 +80,11 @@ class Attempt:
     def __init__(self, words: Sequence[str], session: Session) -> None:
         self.words, self.session, self.end = words, session, Ended()
         self._skip, self._again = session.told, hashlib.sha256()
-        self._first = b"".join(session.journal.lines()) + journal.write(journal.END)
-        self._here, self._given = False, 0
-        """Bytes of input that mpirun has, those of the journal first."""
+        self._giving = bytearray()
+        """For mpirun's input."""
+        self._given: int | None = None
+        """Bytes of the session's input that are in it; None before the head listens."""
+        self._closed = False
         self._lines = {"out": b"", "err": b""}
         self._block: list[bytes] | None = None
         self._held = bytearray()
@@ -157,22 +163,23 @@ class Attempt:
     # --- in ---------------------------------------------------------------------------------------------
 
     def _sink(self, process: subprocess.Popen[bytes]) -> list[int]:
-        """mpirun's input, while there is something to give; closes it when there will be nothing more."""
+        """mpirun's input, while there is something to give."""
+        session = self.session
+        if self._given is not None:
+            while len(session.typed) > self._given:
+                part = bytes(session.typed[self._given : self._given + journal.PART])
+                self._giving += journal.write(journal.INPUT, part)
+                self._given += len(part)
+            if not session.reads and not self._closed:
+                self._closed = True
+                self._giving += journal.write(journal.END)
         assert process.stdin
-        if process.stdin.closed or not self._here:
-            return []
-        if self._given < len(self._first) + len(self.session.typed):
-            return [process.stdin.fileno()]
-        if not self.session.reads:
-            process.stdin.close()
-        return []
+        return [process.stdin.fileno()] if self._giving and not process.stdin.closed else []
 
     def _give(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin
-        past = self._given - len(self._first)
-        data = self._first[self._given :] if past < 0 else self.session.typed[past:]
         try:  # so much never blocks when select says so (pipe(7), PIPE_BUF)
-            self._given += os.write(process.stdin.fileno(), data[:4096])
+            del self._giving[: os.write(process.stdin.fileno(), self._giving[:4096])]
         except BrokenPipeError:
             process.stdin.close()
 
@@ -182,6 +189,8 @@ class Attempt:
         """Whole lines of what came; whether one was the head's."""
         whole, newline, rest = (self._lines[name] + data).rpartition(b"\n")
         if not data or len(rest) > journal.LINE:
+            whole, newline, rest = whole + newline + rest, b"", b""
+        if name == "err" and self._block is None and not rest.startswith(b"-"):  # a question, without its newline
             whole, newline, rest = whole + newline + rest, b"", b""
         self._lines[name] = rest
         head = False
@@ -197,8 +206,11 @@ class Attempt:
         return head
 
     def _hear(self, said: journal.Line) -> None:
-        if said.kind == journal.HERE:
-            self._here = True
+        if said.kind == journal.HERE and not said.data:
+            self._giving += journal.write(journal.HERE)
+        elif said.kind == journal.HERE:
+            self._giving += b"".join(self.session.journal.lines()) + journal.write(journal.END)
+            self._given = 0
         elif said.kind == journal.BEGUN:
             self.end.begun = True
         elif said.kind == journal.JOURNAL:
@@ -229,6 +241,8 @@ class Attempt:
             line = line if self.end.status is None else b""
         elif self._block is not None:
             self._block.append(line)
+            return
+        elif IDLE.fullmatch(line):
             return
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()

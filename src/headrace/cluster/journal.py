@@ -18,15 +18,16 @@ import threading
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from headrace.run.types import Request
 
 MARK = b"headrace1"
-HERE, BEGUN, ALIVE, TEXT, JOURNAL, END = "hbatje"
-"""Kinds of lines. HERE: the head listens (input that mpirun gets earlier may be lost); BEGUN: all ranks are there;
-TEXT: of standard output; END: the status and, when a rank was lost and the job can't go on, why. From launcher to head:
-JOURNAL lines, then END."""
+HERE, BEGUN, ALIVE, TEXT, JOURNAL, END, INPUT = "hbatjei"
+"""Kinds of lines. HERE: the head listens; BEGUN: all ranks are there; TEXT: of standard output; END: the status and,
+when a rank was lost and the job can't go on, why. From launcher to head: HERE to each of its HERE, as mpirun loses
+input for a while (Open MPI 5.0.11); when one has come the head says HERE with a byte; then JOURNAL lines, END, INPUT
+lines, END."""
 PART = 24 << 10
 """Most bytes in a line, before base64."""
 LINE = 1 << 16
@@ -130,6 +131,27 @@ class Out(io.RawIOBase):
         with self._lock:
             while line:
                 line = line[os.write(self._file, line) :]
+
+
+class In(io.RawIOBase):
+    """Standard input from a launcher, after the journal: what INPUT lines say, up to END."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        super().__init__()
+        self._source, self._data, self._over = source, b"", False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._data and not self._over:
+            line = self._source.readline(LINE)
+            said = read(line) or Line("", b"")
+            self._over = not line or said.kind == END
+            self._data = said.data if said.kind == INPUT else b""
+        count = min(len(buffer), len(self._data))
+        buffer[:count], self._data = self._data[:count], self._data[count:]
+        return count
 
 
 class Book:
