@@ -1,21 +1,24 @@
 """A model over the memory limit, streamed: measured passes beside their roofline, in a memory cgroup.
 
-    python benchmarks/streaming.py --gigabytes 5 --limit 1536M [--prompts 64] [--prompt-tokens 256] [--tokens 32]
+    python benchmarks/streaming.py [--model inflated|bf16|8b] [--cut] [--gigabytes 5] [--limit 1536] [--prompts 64]
+        [--prompt-tokens 256] [--tokens 32] [--out FILE]
 
-Makes the inflated SmolLM2 (see inflate.py; its numbers are of that model), packs it, and runs the prompts in a child
-process in a cgroup (v1) of the given limit, page cache included. Roofline of a pass: the longer of streamed bytes at
-the disk's rate and of the computing time of the same rows with everything resident. The disk's rate is read directly,
-at the same request size and depth, for some seconds before and after; the computing time of a run of so many rows is
-measured in another child without the limit. The text is compared with the small model's.
+Makes the model, packs it, and runs the prompts in a child process in a cgroup (v1) of the given limit, page cache
+included. Roofline of a pass: the longer of streamed bytes at the disk's rate and of the computing time of the same rows
+with everything resident. The disk's rate is read directly, at the same request size and depth, for some seconds before
+and after; the computing time of a run of so many rows is measured in another child without the limit.
+
+inflated: SmolLM2 made wide in its own Q4_1; the text is compared with the small model's. bf16: the same made wide and
+deep in BF16, twenty times the limit (of thirty blocks three buffers' worth would be a tenth of the model). 8b: a random
+Llama of width 4096 and 32 blocks in Q4_K, compared with a run of the same without a limit. A number of either is that
+model's. ``--cut``: fewer prompts and tokens, about five minutes on two cores of one's own once the model is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +27,45 @@ from typing import Any
 
 import numpy as np
 
+from cgroup import drop, launch, need
 from headrace.config import resolve
 from headrace.memory.buffers import HUGE, allocate
 from inflate import inflate
-from model_zoo import smollm2
+from model_zoo import smollm2, wide_q4_k
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUP = Path("/sys/fs/cgroup/memory/headrace-benchmark")
+MODELS: dict[str, dict[str, Any]] = {
+    "inflated": {"gigabytes": 5.0, "limit": 1536, "kv": "16/16"},
+    "bf16": {"gigabytes": 10.0, "limit": 476, "spare": 48, "kv": "8/8", "prompts": 32, "prompt_tokens": 24, "rows": 32},
+    "8b": {"gigabytes": 4.1, "limit": 1536, "kv": "16/16"},
+}
+"""What each is run with unless flags say otherwise; limit in MiB."""
+USUAL = {"prompts": 64, "prompt_tokens": 256, "tokens": 32, "rows": 64, "spare": 128}
+CUT = {"prompts": 32, "prompt_tokens": 8, "tokens": 8}
+DEEP = 200
+"""Blocks of the bf16 model."""
+
+
+def inflated(gigabytes: float, fmt: str | None, blocks: int = 0) -> Path:
+    """SmolLM2 of that size, made when it isn't there yet."""
+    name = f"inflated-{gigabytes:g}-{fmt or 'own'}{f'-{blocks}' if blocks else ''}.gguf"
+    model = resolve().cache / "benchmarks" / name
+    if not model.exists():
+        model.parent.mkdir(parents=True, exist_ok=True)
+        inflate(smollm2(), model, int(gigabytes * 1e9), fmt, 0.0, total=blocks)
+    return model
+
+
+def models(name: str, gigabytes: float, fmt: str | None) -> tuple[Path, Path | None]:
+    """(the model, the small one that has the same text; None: there is none)"""
+    if name == "inflated":
+        return inflated(gigabytes, fmt), smollm2() if fmt is None else inflated(0, fmt)
+    if name == "bf16":
+        return inflated(gigabytes, "BF16", DEEP), inflated(0, "BF16")
+    model = resolve().cache / "benchmarks" / f"wide-q4_k-{gigabytes:g}.gguf"
+    if not model.exists():
+        wide_q4_k(model, blocks=max(1, round(32 * gigabytes / 4.1)))
+    return model, None
 
 
 def prompts(count: int, tokens: int) -> list[list[int]]:
@@ -100,8 +135,9 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     from headrace.memory.stream import Streamed
 
     start = time.perf_counter()
-    options = {"threads": job["threads"], "context": 512, "rows": job["rows"], "runs": job["runs"], "sequences": 256}
-    options |= {"packs": Path(job["packs"]), "ram": job["ram"], "caches": 0, "kv_bits": (16, 16)}
+    options = {"threads": job["threads"], "context": job["context"], "rows": job["rows"], "runs": job["runs"]}
+    options |= {"sequences": max(len(job["prompts"]), *job.get("counts", [1]))}
+    options |= {"packs": Path(job["packs"]), "ram": job["ram"], "caches": 0, "kv_bits": tuple(job["kv"])}
     with headrace.load(job["model"], **options) as engine:
         loaded = time.perf_counter() - start
         if job["do"] == "curve":
@@ -139,30 +175,6 @@ def curve(engine: Any, counts: list[int]) -> dict[str, float]:
     return found
 
 
-def launch(job: dict[str, Any], limit: int | None) -> dict[str, Any]:
-    """The child's answer, and what the cgroup counted."""
-    if limit is not None:
-        GROUP.mkdir(exist_ok=True)
-        (GROUP / "memory.limit_in_bytes").write_text(str(limit))
-        for name in ("memory.failcnt", "memory.max_usage_in_bytes"):
-            (GROUP / name).write_text("0")
-
-    def enter() -> None:
-        if limit is not None:
-            (GROUP / "cgroup.procs").write_text(str(os.getpid()))
-
-    done = subprocess.run(
-        [sys.executable, __file__, "--child"], input=json.dumps(job), capture_output=True, text=True, preexec_fn=enter
-    )
-    if done.returncode:
-        raise SystemExit(f"the child failed ({done.returncode}): {done.stderr[-2000:]}")
-    answer = dict(json.loads(done.stdout.splitlines()[-1]))
-    if limit is not None:
-        answer["failcnt"] = int((GROUP / "memory.failcnt").read_text())
-        answer["max_usage"] = int((GROUP / "memory.max_usage_in_bytes").read_text())
-    return answer
-
-
 def interpolated(found: dict[str, float], rows: int) -> float:
     xs = sorted(int(k) for k in found)
     return float(np.interp(rows, xs, [found[str(x)] for x in xs]))
@@ -176,45 +188,66 @@ def main() -> None:
     if sys.argv[1:] == ["--child"]:
         print(json.dumps(child(json.loads(sys.stdin.read()))))
         return
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=5.0)
-    parser.add_argument("--format")
-    parser.add_argument("--limit", type=int, default=1536, help="MiB")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
-    folder = resolve().cache / "benchmarks"
-    model = folder / f"inflated-{args.gigabytes:g}-{args.format or 'own'}.gguf"
-    if not model.exists():
-        inflate(smollm2(), model, int(args.gigabytes * 1e9), args.format, 0.0)
+    args = arguments()
+    model, small = models(args.model, args.gigabytes, args.format)
+    folder = model.parent
     asked = prompts(args.prompts, args.prompt_tokens)
     job = {"do": "run", "model": str(model), "packs": str(folder / "packs"), "threads": args.threads, "rows": args.rows}
-    job |= {"runs": args.runs, "prompts": asked, "tokens": args.tokens, "ram": (args.limit - 128) << 20}
-    small = launch({**job, "model": str(smollm2()), "ram": None}, None)
-    launch({**job, "prompts": asked[:1], "tokens": 1}, None)  # packs the file
+    job |= {"runs": args.runs, "prompts": asked, "tokens": args.tokens, "ram": (args.limit - args.spare) << 20}
+    job |= {"kv": [int(b) for b in args.kv.split("/")], "context": args.prompt_tokens + args.tokens}
+    truth = need(launch(__file__, {**job, "model": str(small or model), "ram": None}, None))
+    need(launch(__file__, {**job, "prompts": asked[:1], "tokens": 1}, None))  # packs the file
     packed = max((folder / "packs").glob("*.pack"), key=lambda p: p.stat().st_mtime)
+    drop([model, packed])
     before = disk_rate(packed, 2 << 20, 4, 10)
-    big = launch(job, args.limit << 20)
+    big = need(launch(__file__, job, args.limit << 20))
     after = disk_rate(packed, 2 << 20, 4, 10)
     counts = sorted({1, 8, 16, 32, args.rows, *(r for p in big["passes"] for r in p["rows"][:1])} & set(range(1, 129)))
-    costs = launch({**job, "do": "curve", "counts": counts, "ram": None}, None)["curve"]
-    rate = (before + after) / 2
-    lines = roofline(big["passes"], costs, big["pass_bytes"], rate)
+    costs = need(launch(__file__, {**job, "do": "curve", "counts": counts, "ram": None}, None))["curve"]
+    result = report(args, model, big, costs, (before, after)) | {"same_text": big["tokens"] == truth["tokens"]}
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="inflated", choices=list(MODELS))
+    parser.add_argument("--cut", action="store_true", help=f"{CUT}")
+    parser.add_argument("--gigabytes", type=float)
+    parser.add_argument("--format", help="of the inflated model (default: its own)")
+    parser.add_argument("--limit", type=int, help="MiB")
+    for name in USUAL:
+        parser.add_argument("--" + name.replace("_", "-"), type=int)
+    parser.add_argument("--runs", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv", help="bits of keys/values")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    for name, value in {**USUAL, **MODELS[args.model], **(CUT if args.cut else {})}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def report(
+    args: argparse.Namespace, model: Path, big: dict[str, Any], costs: dict[str, float], rates: tuple[float, float]
+) -> dict[str, Any]:
+    """The figures of the child under the limit."""
+    lines = roofline(big["passes"], costs, big["pass_bytes"], sum(rates) / 2)
     took = [p["end"] - p["start"] for p in big["passes"]]
     decode = [i for i, p in enumerate(big["passes"]) if max(p["rows"]) <= args.prompts and len(p["rows"]) == 1][1:]
-    result = {
+    size = model.stat().st_size
+    return {
         "benchmark": "streaming",
-        "model": f"SmolLM2-135M inflated to {model.stat().st_size / 1e9:.2f} GB, random weights",
+        "model": f"{args.model}, {size / 1e9:.2f} GB, random weights; KV {args.kv}",
         "limit_mib": args.limit,
+        "model_over_limit": round(size / (args.limit << 20), 1),
         "failcnt": big["failcnt"],
         "max_usage_mib": big["max_usage"] >> 20,
-        "same_text": big["tokens"] == small["tokens"],
         "layers_streamed": big["layers_streamed"],
-        "disk_gb_s": [round(before / 1e9, 3), round(after / 1e9, 3)],
+        "disk_gb_s": [round(rate / 1e9, 3) for rate in rates],
         "streamed_gb": big["streamed"] / 1e9,
         "io_read_gb": big["io_read_bytes"] / 1e9,
         "passes": len(took),
@@ -231,7 +264,6 @@ def main() -> None:
         "pass_roofline": [round(t, 2) for t in lines],
         "pass_rows": [p["rows"] for p in big["passes"]],
     }
-    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
