@@ -40,7 +40,7 @@ def command(ranks: int, *words: object, options: Sequence[str] = ()) -> list[str
     return [*start, *map(str, words)]
 
 
-def mpirun(ranks: int, *words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def mpirun(ranks: int, *words: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run a job to its end."""
     return subprocess.run(
         command(ranks, *words), env=environment(), capture_output=True, text=True, timeout=timeout, check=False

@@ -17,12 +17,14 @@ import helpers_mpi
 from headrace.cluster import handshake, ship
 from headrace.cluster.handshake import Manifest, Part, Want
 from headrace.cluster.ship import Giver, Parcel, files_of, manifest, nearest, places_of
+from headrace.cluster.split import over_ranks
 from headrace.engine import Options, load
 from headrace.errors import BadMessage, Unavailable
 from headrace.formats.index import open_model
 from headrace.model.layers import load_model
 from headrace.store import cache
 from helpers_mpi import command, environment, needs_mpi, tokens_of
+from helpers_text import smollm2
 from helpers_tiny import tiny_model
 
 PIECE = 8 << 10
@@ -274,6 +276,56 @@ def test_a_rank_with_another_model_is_refused_also_when_shipping(tiny: Path, tmp
     ours = [line for line in done.stderr.splitlines() if line.startswith("headrace:")]
     assert done.returncode == 2 and len(ours) == 1, done.stderr
     assert ours[0].startswith("headrace: Rank 1 on host ") and "another model file" in ours[0]
+
+
+COUNTED = """import atexit, os, runpy, sys
+from headrace.formats import files
+pread, count = files._pread, [0]
+def counting(fd, out, offset):
+    got = pread(fd, out, offset)
+    count[0] += got if os.readlink(f"/proc/self/fd/{fd}") == MODEL else 0
+    return got
+files._pread = counting
+MODEL = os.path.realpath(sys.argv[sys.argv.index("-m") + 1])
+try:
+    runpy.run_module("headrace", run_name="__main__", alter_sys=True)
+finally:
+    all_read = int(open("/proc/self/io").read().split("rchar: ")[1].split()[0])
+    print("read", os.environ["OMPI_COMM_WORLD_RANK"], count[0], all_read, file=sys.stderr, flush=True)
+"""
+
+
+def reads(model: Path, folder: Path) -> dict[int, tuple[int, int]]:
+    """Rank -> bytes read of the model file by our own reader, and of all files and pipes as the system counts them."""
+    counted = folder / "counted.py"
+    counted.write_text(COUNTED)
+    done = helpers_mpi.mpirun(
+        3, counted, "run", "-m", model, "--raw", "-t", "1", "-n", "2", "-c", "64", "hi", timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stderr.splitlines() if line.startswith("read ")]
+    return {int(rank): (int(ours), int(all_)) for _, rank, ours, all_ in lines}
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system counts no reads")
+def test_each_rank_reads_its_share_of_the_file(tmp_path: Path) -> None:
+    """Share: the tensors of its layers and the file's description. The system's count is compared with the same job
+    over a model of next to nothing, which reads the same libraries."""
+    path = smollm2()
+    with open_model(path) as file:
+        model = load_model(file)
+        head = min(t.offset for t in file.tensors.values())
+    edges, _ = over_ranks(model.layers, None, None, 3)
+    small, big = reads(tiny_model(tmp_path / "tiny.gguf", text=True), tmp_path), reads(path, tmp_path)
+    for rank, (first, end) in enumerate(edges):
+        share = head + sum(nbytes for _, _, nbytes in places_of(model, range(first, end)))
+        ours, all_ = big[rank]
+        assert share <= ours <= 1.02 * share
+        assert all_ - small[rank][1] <= 1.02 * share + (1 << 20)
+    # Three descriptions, and twice the table that embedding and output share.
+    assert sum(ours for ours, _ in big.values()) < 1.6 * path.stat().st_size
 
 
 def test_one_process_has_nothing_to_ship(tiny: Path) -> None:

@@ -17,7 +17,7 @@ from headrace.kernels.device import Bytes, Device, Weight
 from headrace.memory.ahead import BUFFERS, Ahead
 from headrace.memory.buffers import allocate
 from headrace.memory.weights import Resident, pack_tensor
-from headrace.model.layers import Model
+from headrace.model.layers import Model, TensorPlan
 
 REQUEST = 2 << 20
 """Bytes of one read; see docs/log.md for the sizes tried."""
@@ -28,18 +28,30 @@ DEPTH = 4
 def pack(
     device: Device, model: Model, layers: Sequence[int], folder: Path, tell: Callable[[str], None] | None = None
 ) -> PackFile:
-    """The packed file of these layers in the device's layout, made now unless it is there.
+    """The packed file of these layers in the device's layout, or of all blocks (``headrace pack``) where that is there
+    already; else it is made now.
 
+    Ranks of one job stream different layers, so each packs its own and none packs another's, also on shared storage.
     A shared tensor gets bytes of its own in it. tell: hears, in a line, what takes time. OverBudget when the disk is
     too full.
     """
+    blocks = [i for i, layer in enumerate(model.layers) if layer.kv is not None]
+    if set(layers) < set(blocks) and (whole := _writer(device, model, blocks, folder)[0].finished()) is not None:
+        return whole
+    writer, tensors = _writer(device, model, layers, folder)
+    return writer.write(lambda key, t, out: pack_tensor(device, model, tensors[key][t.name], out), tell)
+
+
+def _writer(
+    device: Device, model: Model, layers: Sequence[int], folder: Path
+) -> tuple[PackWriter, dict[str, Mapping[str, TensorPlan]]]:
+    """What makes the file of these layers, and their tensors."""
     tensors = {model.layers[i].key: model.layers[i].tensors for i in layers}
     content = {
         key: [(name, p.fmt, p.n, p.k, device.packed_nbytes(p.fmt, p.n, p.k)) for name, p in plans.items()]
         for key, plans in tensors.items()
     }
-    writer = PackWriter(folder, plan_pack(model.file.identity(), device.layout, device.layout_version, content))
-    return writer.write(lambda key, t, out: pack_tensor(device, model, tensors[key][t.name], out), tell)
+    return PackWriter(folder, plan_pack(model.file.identity(), device.layout, device.layout_version, content)), tensors
 
 
 def evenly(count: int, total: int) -> list[int]:
