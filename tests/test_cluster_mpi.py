@@ -75,7 +75,8 @@ def test_a_real_model(ranks: int) -> None:
         width, runs = engine.spec.width, engine.head._next_run
     answer = generate(ranks, smollm2(), **asked)
     assert answer["tokens"] == plain
-    assert answer["runs"] == runs and runs - answer["messages"]["1"] in (0, 1)
+    # Each sequence's next tokens travel in a block of their own, so that every rank has work.
+    assert runs < answer["runs"] <= 2 * runs and answer["runs"] - answer["messages"]["1"] in (0, 1)
     rows = 2 * (2 * 32 + sum(len(p.split()) + 2 for p in asked["prompts"]))
     assert answer["bytes"]["1"] < 1.1 * rows * width * 4
     assert answer["idle"] < 4 * 0.05, "2% of a core is the aim, see docs/log.md; a busy loop would take all of it"
