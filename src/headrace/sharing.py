@@ -309,7 +309,8 @@ class Sharing:
         return OverBudget(
             f"The ranks can't hold the model between them, whoever gets which layers: its weights are "
             f"{human(self.sizes.total)}, {shape.pages} pages of cache {human(self._page[-1] * shape.pages)}, and "
-            f"beside the program their budgets leave {has}; give a larger --ram, a shorter context (-c), or one more rank."
+            f"beside the program their budgets leave {has}; give a larger --ram, a shorter context (-c), or one more "
+            "rank."
         )
 
     def _why(
