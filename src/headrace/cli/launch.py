@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     session = Session(
         reads=asked.command == "chat" or getattr(asked, "file", None) in ("-", "/dev/stdin"),
         held=asked.command == "bench" or getattr(asked, "json", False),
+        asks=sys.stdin.isatty(),
     )
     launcher = Launcher(
         way_of(args), list(zip(args.hosts, slots, strict=True)), words, session, config.passed_on(), args.restarts, note
