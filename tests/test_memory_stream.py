@@ -151,3 +151,25 @@ def test_placement_fits_every_budget_or_refuses(model: Model, monkeypatch: pytes
         assert budget.used <= limit
         assert bool(streamed) == (limit < free.used)
     assert smallest is not None and smallest < free.used
+
+
+def test_each_layer_is_packed_once_whoever_streams_it(model: Model, tmp_path: Path) -> None:
+    """Ranks pack their own layers; a file of the whole model that is there already serves them all."""
+    device = make_device("cpu", threads=1)
+    blocks = [i for i in range(len(model.layers)) if model.layers[i].kv is not None]
+    parts = blocks[:4], blocks[4:7], blocks[7:]
+    made = [pack(device, model, part, tmp_path / "ranks") for part in parts]
+    assert len({packed.path for packed in made}) == 3
+    keys = [key for packed in made for key in packed.layers]
+    assert sorted(keys) == sorted(model.layers[i].key for i in blocks)
+    before = {packed.path: packed.path.stat().st_mtime_ns for packed in made}
+    assert [pack(device, model, part, tmp_path / "ranks").path for part in parts] == list(before)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    whole = pack(device, model, blocks, tmp_path / "shared")
+    assert all(pack(device, model, part, tmp_path / "shared").path == whole.path for part in parts)
+    assert [p.suffix for p in (tmp_path / "shared").iterdir()] == [".pack"]
+    resident = Resident(device, model, parts[1])
+    weights = Streamed(device, model, parts[1], parts[1], pack(device, model, parts[1], tmp_path / "shared"))
+    for layer in parts[1]:
+        assert names_and_bytes(weights, layer, model) == names_and_bytes(resident, layer, model)
+    weights.close()
