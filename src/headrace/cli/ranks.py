@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType
 
 from headrace import config
@@ -42,12 +43,16 @@ def run(args: argparse.Namespace, command: ModuleType) -> int:
                 link.status = _lead(args, command)
             return link.status
         from headrace.ensemble import serve
+        from headrace.options import Choice
+        from headrace.plan.sizes import Workload
 
         # These leave when the head says so, or is gone: an interrupt is for the head alone.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         args.link = link
-        return serve(lambda: generation.find_model(args), generation.machine_of(args), link, bool(args.trace))
+        choice = Choice(Workload(1, 1, 1), machine=args.machine)  # the head decides for which work
+        options = replace(generation.machine_of(args), choice=choice)
+        return serve(lambda: generation.find_model(args), options, link, bool(args.trace))
 
 
 def _lead(args: argparse.Namespace, command: ModuleType) -> int:
