@@ -62,8 +62,8 @@ def test_the_text_is_the_same(mpiexec: Path, tmp_path: Path, ranks: int) -> None
     assert answer["tokens"] == alone and answer["wrong"] == []
 
 
-def test_a_killed_rank_ends_the_job_and_is_named(mpiexec: Path, tmp_path: Path) -> None:
-    """No going on here: MPICH's mpiexec ends the job when a process dies."""
+def test_a_killed_rank_ends_the_job(mpiexec: Path, tmp_path: Path) -> None:
+    """No going on here: MPICH's mpiexec ends the job when a process dies, and names host and signal, no rank."""
     model = tiny_model(tmp_path / "long.gguf", text=True, context=1 << 16)
     words = (
         "-m",
@@ -101,7 +101,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(mpiexec: Path, tmp_path: Path) 
         begun = time.monotonic()
         out, _ = job.communicate(timeout=120)
         assert time.monotonic() - begun < 30, "it ends, and doesn't hang"
-        assert job.returncode != 0 and b"RANK 1" in out.upper() and b"KILLED" in out.upper(), out[-600:]
+        assert job.returncode != 0 and b"BAD TERMINATION" in out and b"signal 9" in out, out[-600:]
     finally:
         job.kill()
         job.communicate()
