@@ -295,12 +295,15 @@ finally:
 """
 
 
+EDGES = ("--layer-split", "0.3,0.3,0.4")
+
+
 def reads(model: Path, folder: Path) -> dict[int, tuple[int, int]]:
     """Rank -> bytes read of the model file by our own reader, and of all files and pipes as the system counts them."""
     counted = folder / "counted.py"
     counted.write_text(COUNTED)
     done = helpers_mpi.mpirun(
-        3, counted, "run", "-m", model, "--raw", "-t", "1", "-n", "2", "-c", "64", "hi", timeout=240
+        3, counted, "run", "-m", model, "--raw", "-t", "1", "-n", "2", "-c", "64", *EDGES, "hi", timeout=240
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("read ")]
@@ -317,8 +320,8 @@ def test_each_rank_reads_its_share_of_the_file(tmp_path: Path) -> None:
     with open_model(path) as file:
         model = load_model(file)
         head = min(t.offset for t in file.tensors.values())
-    edges, _ = over_ranks(model.layers, None, None, 3)
-    small, big = reads(tiny_model(tmp_path / "tiny.gguf", text=True), tmp_path), reads(path, tmp_path)
+    edges, _ = over_ranks(model.layers, None, EDGES[1], 3)
+    small, big = reads(tiny_model(tmp_path / "tiny.gguf", blocks=7, text=True), tmp_path), reads(path, tmp_path)
     for rank, (first, end) in enumerate(edges):
         share = head + sum(nbytes for _, _, nbytes in places_of(model, range(first, end)))
         ours, all_ = big[rank]
