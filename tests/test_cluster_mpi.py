@@ -243,3 +243,17 @@ def test_the_others_go_on_with_the_same_text(tmp_path: Path, ranks: int, killed:
     told = [line for line in err.decode().splitlines() if line.startswith("Lost: ")]
     assert len(told) == len(killed) and f"rank {killed[0]} on host" in told[0], err
     assert not any(map(running, processes.values()))
+
+
+@pytest.mark.slow
+def test_a_hostfile(tiny: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=3\n")
+    assert helpers_mpi.MPIRUN is not None
+    words = ["--hostfile", str(tmp_path / "hosts"), "--bind-to", "none", sys.executable, helpers_mpi.__file__]
+    done = subprocess.run(
+        [helpers_mpi.MPIRUN, *words, str(tiny), json.dumps(ASKED)], env=environment(), capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == alone and set(answer["messages"]) >= {"1"}
