@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import select
 import signal
 import sys
 import threading
@@ -15,8 +14,6 @@ from contextlib import contextmanager
 from headrace.cluster import journal
 from headrace.cluster.journal import Book, Journal, Out
 
-AGAIN = 0.25
-"""Seconds between attempts to be given something."""
 EVERY = 2.0
 """Seconds between signs of life."""
 
@@ -35,14 +32,10 @@ def only_left(args: argparse.Namespace, left: tuple[int, ...]) -> None:
 def told(args: argparse.Namespace) -> Iterator[None]:
     """While the command runs. What an earlier start had committed comes first on standard input."""
     out, before = Out(os.dup(sys.stdout.fileno())), Journal()
-    source = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    while not select.select([source], [], [], AGAIN)[0]:
-        out.say(journal.HERE)
-    out.say(journal.HERE, b"!")
-    while (line := source.readline(journal.LINE)) and (said := journal.read(line)) != (journal.END, b""):
-        if said is not None and said.kind == journal.JOURNAL:
-            before.hear(said.data)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(journal.In(source)), encoding="utf-8")
+    source = journal.In(os.dup(sys.stdin.fileno()), out.say)
+    while (said := source.take()).kind == journal.JOURNAL:
+        before.hear(said.data)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(source), encoding="utf-8")
     args.book = Book(out.say, before)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(out), encoding="utf-8")
     # mpirun carries this one to the ranks; on Ctrl-C of its own it would end them.

@@ -27,6 +27,7 @@ PARTING = 10.0
 """Seconds that mpirun may take to end when the head has."""
 PAUSE = 0.25
 """Seconds between looks at the clock and at signals."""
+NOTHING = 1 << 32
 RULE = re.compile(rb"-{40,}\s*")
 """mpirun's explanations stand between such lines."""
 IDLE = re.compile(rb"\[\S+\] plm:ssh: Warning: setpgid.*\s*")
@@ -80,10 +81,14 @@ class Attempt:
     def __init__(self, words: Sequence[str], session: Session) -> None:
         self.words, self.session, self.end = words, session, Ended()
         self._skip, self._again = session.told, hashlib.sha256()
+        self._script = [(journal.JOURNAL, data) for data in session.journal.records()] + [(journal.END, b"")]
+        """Lines for the head so far, by number."""
+        self._wanted = NOTHING
+        """The line it waits for."""
         self._giving = bytearray()
         """For mpirun's input."""
-        self._given: int | None = None
-        """Bytes of the session's input that are in it; None before the head listens."""
+        self._given = 0
+        """Bytes of the session's input that are in the script."""
         self._closed = False
         self._lines = {"out": b"", "err": b""}
         self._block: list[bytes] | None = None
@@ -165,14 +170,17 @@ class Attempt:
     def _sink(self, process: subprocess.Popen[bytes]) -> list[int]:
         """mpirun's input, while there is something to give."""
         session = self.session
-        if self._given is not None:
-            while len(session.typed) > self._given:
-                part = bytes(session.typed[self._given : self._given + journal.PART])
-                self._giving += journal.write(journal.INPUT, part)
-                self._given += len(part)
-            if not session.reads and not self._closed:
-                self._closed = True
-                self._giving += journal.write(journal.END)
+        for start in range(self._given, len(session.typed), journal.SMALL):
+            self._script.append((journal.INPUT, bytes(session.typed[start : start + journal.SMALL])))
+        self._given = len(session.typed)
+        if not session.reads and not self._closed:
+            self._closed = True
+            self._script.append((journal.END, b""))
+        if self._wanted < len(self._script) and not self._giving:
+            kind, data = self._script[self._wanted]
+            # A newline first: what came before may have lost its own.
+            self._giving += b"\n" + journal.write(kind, journal.NUMBER.pack(self._wanted) + data)
+            self._wanted = NOTHING
         assert process.stdin
         return [process.stdin.fileno()] if self._giving and not process.stdin.closed else []
 
@@ -206,11 +214,8 @@ class Attempt:
         return head
 
     def _hear(self, said: journal.Line) -> None:
-        if said.kind == journal.HERE and not said.data:
-            self._giving += journal.write(journal.HERE)
-        elif said.kind == journal.HERE:
-            self._giving += b"".join(self.session.journal.lines()) + journal.write(journal.END)
-            self._given = 0
+        if said.kind == journal.HERE and len(said.data) == journal.NUMBER.size:
+            (self._wanted,) = journal.NUMBER.unpack(said.data)
         elif said.kind == journal.BEGUN:
             self.end.begun = True
         elif said.kind == journal.JOURNAL:

@@ -13,21 +13,27 @@ import binascii
 import hashlib
 import io
 import os
+import select
 import struct
 import threading
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.run.types import Request
 
 MARK = b"headrace1"
 HERE, BEGUN, ALIVE, TEXT, JOURNAL, END, INPUT = "hbatjei"
-"""Kinds of lines. HERE: the head listens; BEGUN: all ranks are there; TEXT: of standard output; END: the status and,
-when a rank was lost and the job can't go on, why. From launcher to head: HERE to each of its HERE, as mpirun loses
-input for a while (Open MPI 5.0.11); when one has come the head says HERE with a byte; then JOURNAL lines, END, INPUT
-lines, END."""
+"""Kinds of lines. HERE: the head waits for a line of that number (u32), from 0; BEGUN: all ranks are there; TEXT: of
+standard output; END: the status and, when a rank was lost and the job can't go on, why. From launcher to head, numbered
+and each sent when it is waited for, as mpirun loses some of its input (Open MPI 5.0.11): JOURNAL, END, INPUT, END."""
+SMALL = 400
+"""Most bytes in a line to the head."""
+AGAIN = 0.25
+"""Seconds after which the head asks for a line again."""
+NUMBER = struct.Struct("<I")
 PART = 24 << 10
 """Most bytes in a line, before base64."""
 LINE = 1 << 16
@@ -95,11 +101,11 @@ class Journal:
             while self._count + EACH * len(self._known) > MOST:
                 self._count -= len(self._known.pop(next(iter(self._known))))
 
-    def lines(self) -> Iterator[bytes]:
-        """All it holds, as lines."""
+    def records(self) -> Iterator[bytes]:
+        """All it holds, in small pieces."""
         for key, tokens in self._known.items():
-            for start in range(0, len(tokens), PART // 8):
-                yield write(JOURNAL, record(key, start, tokens[start : start + PART // 8]))
+            for start in range(0, len(tokens), SMALL // 4):
+                yield record(key, start, tokens[start : start + SMALL // 4])
 
 
 def record(key: bytes, start: int, tokens: Iterable[int] = ()) -> bytes:
@@ -134,21 +140,39 @@ class Out(io.RawIOBase):
 
 
 class In(io.RawIOBase):
-    """Standard input from a launcher, after the journal: what INPUT lines say, up to END."""
+    """What a launcher sends to standard input: ``take`` the journal's lines; then, as a file, what the INPUT lines say.
 
-    def __init__(self, source: BinaryIO) -> None:
+    say: asks for a line.
+    """
+
+    def __init__(self, file: int, say: Callable[[str, bytes], None]) -> None:
         super().__init__()
-        self._source, self._data, self._over = source, b"", False
+        self._file, self._say = file, say
+        self._next, self._rest, self._data, self._over = 0, b"", b"", False
+
+    def take(self) -> Line:
+        """The next line, asked for until it has come; END when there is nothing to come any more."""
+        while True:
+            number, end = NUMBER.pack(self._next), time.monotonic() + AGAIN
+            self._say(HERE, number)
+            while (left := end - time.monotonic()) > 0 and select.select([self._file], [], [], left)[0]:
+                data = os.read(self._file, 1 << 16)
+                if not data:
+                    return Line(END, b"")
+                *whole, self._rest = (self._rest + data)[-2 * LINE :].split(b"\n")
+                for line in whole:
+                    said = read(line)
+                    if said is not None and said.data[: NUMBER.size] == number:
+                        self._next += 1
+                        return Line(said.kind, said.data[NUMBER.size :])
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._data and not self._over:
-            line = self._source.readline(LINE)
-            said = read(line) or Line("", b"")
-            self._over = not line or said.kind == END
-            self._data = said.data if said.kind == INPUT else b""
+            said = self.take()
+            self._over, self._data = said.kind == END, said.data
         count = min(len(buffer), len(self._data))
         buffer[:count], self._data = self._data[:count], self._data[count:]
         return count

@@ -130,7 +130,7 @@ class Launcher:
             raise Lost(f"{why}. Over {KEPT >> 20} MiB of input were read, too much to be given again; start anew.")
         if again >= self.restarts:
             raise Lost(f"{why}. Given up after {again} new starts (--restarts).")
-        if self.words[0] == "batch" and next(self.session.journal.lines(), None):  # its state is this job's now
+        if self.words[0] == "batch" and next(self.session.journal.records(), None):  # its state is this job's now
             self.words = [word for word in self.words if word != "--restart"]
         names = ", ".join(name for name, _ in there)
         self.tell(f"{why}. Starting again over {names} ({again + 1} of at most {self.restarts} times).")
