@@ -46,8 +46,6 @@ class Config:
     rank: int = 0
     left: tuple[int, ...] = ()
     """Under `headrace launch`: which of the ranks it began with these are."""
-    asks: bool = False
-    """Under `headrace launch`: a person types there."""
 
     def __repr__(self) -> str:
         return f"Config(cache={str(self.cache)!r}, cpu={self.cpu!r}, hub={self.hub!r}, colour={self.colour})"
@@ -60,9 +58,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Config:
     hub = (env.get("HF_ENDPOINT") or HUB).rstrip("/")
     if urlsplit(hub).scheme not in ("http", "https") or not urlsplit(hub).netloc:
         raise Unsupported(f"HF_ENDPOINT is {hub!r}; it must be an address like {HUB}, or unset.")
-    return Config(
-        _cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"), *_ranks(env), *_ours(env)
-    )
+    return Config(_cache(env), cpu, hub, env.get("HF_TOKEN") or None, not env.get("NO_COLOR"), *_ranks(env), _left(env))
 
 
 def _ranks(env: Mapping[str, str]) -> tuple[int, int]:
@@ -73,10 +69,8 @@ def _ranks(env: Mapping[str, str]) -> tuple[int, int]:
     return 1, 0
 
 
-def _ours(env: Mapping[str, str]) -> tuple[tuple[int, ...], bool]:
-    """(which ranks are left, whether a person types) as the launcher says it: "job:0,2:asks"."""
-    _, numbers, asks = [*env.get(OURS, "").split(":"), "", ""][:3]
-    return tuple(int(number) for number in numbers.split(",") if number.isdigit()), asks == "asks"
+def _left(env: Mapping[str, str]) -> tuple[int, ...]:
+    return tuple(int(number) for number in env.get(OURS, "").partition(":")[2].split(",") if number.isdigit())
 
 
 def passed_on(environ: Mapping[str, str] | None = None) -> list[str]:

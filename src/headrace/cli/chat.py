@@ -6,11 +6,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from headrace import config
 from headrace.cli import generation as g
 from headrace.cli import options
 from headrace.cli.planned import ANSWER, expected
 from headrace.cli.show import note
+from headrace.cluster.journal import QUESTION, Book
 from headrace.errors import BadRequest, HeadraceError
 from headrace.run.types import Sampling
 
@@ -69,7 +69,7 @@ class Conversation:
             import readline  # noqa: F401 (gives input() a history and editing)
 
             note(g.dim("/help for help, Ctrl-D to leave"))
-        while (line := read_line(terminal)) is not None:
+        while (line := read_line(terminal, self.args.book)) is not None:
             if line.strip().startswith("/"):
                 if self.command(line.strip()):
                     return
@@ -126,8 +126,11 @@ class Conversation:
             self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
 
-def read_line(terminal: bool) -> str | None:
-    r"""A turn's text, lines that end in \ joined; None at the end of input or after Ctrl-C at the prompt."""
+def read_line(terminal: bool, book: Book | None = None) -> str | None:
+    r"""A turn's text, lines that end in \ joined; None at the end of input or after Ctrl-C at the prompt.
+
+    book: what a launcher is asked through, where there is one.
+    """
     lines: list[str] = []
     while True:
         try:
@@ -135,8 +138,8 @@ def read_line(terminal: bool) -> str | None:
                 sys.stdout.flush()
                 line = input("... " if lines else "> ")
             else:
-                if config.resolve().asks:
-                    print("... " if lines else "> ", end="", file=sys.stderr, flush=True)
+                if book is not None:
+                    book.say(QUESTION, b"... " if lines else b"> ")
                 line = sys.stdin.readline()
                 if not line:
                     return "\n".join(lines) if lines else None

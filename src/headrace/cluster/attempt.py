@@ -198,8 +198,6 @@ class Attempt:
         whole, newline, rest = (self._lines[name] + data).rpartition(b"\n")
         if not data or len(rest) > journal.LINE:
             whole, newline, rest = whole + newline + rest, b"", b""
-        if name == "err" and self._block is None and not rest.startswith(b"-"):  # a question, without its newline
-            whole, newline, rest = whole + newline + rest, b"", b""
         self._lines[name] = rest
         head = False
         for line in (whole + newline).splitlines(keepends=True):
@@ -222,6 +220,9 @@ class Attempt:
             self.session.journal.hear(said.data)
         elif said.kind == journal.END and said.data:
             self.end.status, self.end.lost = said.data[0], said.data[1:].decode(errors="replace")
+        elif said.kind == journal.QUESTION and self.session.asks:
+            sys.stderr.buffer.write(said.data)
+            sys.stderr.buffer.flush()
         elif said.kind == journal.TEXT and self.session.held:
             self._held += said.data
         elif said.kind == journal.TEXT:

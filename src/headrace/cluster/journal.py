@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 from headrace.run.types import Request
 
 MARK = b"headrace1"
-HERE, BEGUN, ALIVE, TEXT, JOURNAL, END, INPUT = "hbatjei"
+HERE, BEGUN, ALIVE, TEXT, QUESTION, JOURNAL, END, INPUT = "hbatqjei"
 """Kinds of lines. HERE: the head waits for a line of that number (u32), from 0; BEGUN: all ranks are there; TEXT: of
-standard output; END: the status and, when a rank was lost and the job can't go on, why. From launcher to head, numbered
-and each sent when it is waited for, as mpirun loses some of its input (Open MPI 5.0.11): JOURNAL, END, INPUT, END."""
+standard output; QUESTION: for a person who types; END: the status and, when a rank was lost and the job can't go on,
+why. From launcher to head, numbered and each sent when it is waited for, as mpirun loses some of its input (Open MPI
+5.0.11): JOURNAL, END, INPUT, END."""
 SMALL = 400
 """Most bytes in a line to the head."""
 AGAIN = 0.25

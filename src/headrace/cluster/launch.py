@@ -149,7 +149,7 @@ class Launcher:
         words = [*self.way.mpirun, "--with-ft", "ulfm", "--bind-to", "none", "-n", str(len(numbers))]
         words += ["--host", ",".join(f"{name}:{ranks}" for name, ranks in left)]
         words += [word for name, value in prte.items() for word in ("--prtemca", name, value)]
-        words += ["-x", f"HEADRACE_LAUNCHER={self.job}:{','.join(numbers)}{':asks' if self.session.asks else ''}"]
+        words += ["-x", f"HEADRACE_LAUNCHER={self.job}:{','.join(numbers)}"]
         words += [word for name in self.exported for word in ("-x", name)]
         return [*words, self.way.python, "-m", "headrace", *self.words]
 
