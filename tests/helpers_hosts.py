@@ -8,6 +8,7 @@ The file system is shared, as on machines with shared storage; ssh knows the hos
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ needs_hosts = pytest.mark.skipif(
     reason="hosts of one's own need root, mpirun and " + ", ".join(TOOLS),
 )
 
+_COUNT = itertools.count()
 SSHD = """ListenAddress {address}
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/user_key.pub
@@ -65,9 +67,10 @@ class Hosts:
         self.rate = rate
         self.folder = Path(tempfile.mkdtemp(prefix="hosts"))
         self.ssh = f"ssh -F {self.folder}/config"
-        self.tag = f"{os.getpid() % 46656:x}"
+        which = next(_COUNT)  # several at a time in one process, and in several
+        self.tag = f"{os.getpid() % 65536:x}{which:x}"
         self.bridge = f"hr{self.tag}"
-        self.net = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+        self.net = f"10.{100 + (os.getpid() + which) % 100}.{os.getpid() // 100 % 250}"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     # --- coming and going -------------------------------------------------------------------------------

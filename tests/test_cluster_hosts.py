@@ -144,11 +144,11 @@ def test_a_host_that_does_not_answer_is_named_at_the_start(hosts: Hosts, jobs: d
 
 
 def test_those_left_can_be_too_small(hosts: Hosts, tmp_path: Path) -> None:
-    """Another program's words on a rank that hasn't the memory end the job: it would be no better next time."""
+    """Refused with the numbers, once: a new start would say the same."""
     big = chat_model(tmp_path / "big.gguf", blocks=6, ffn=1 << 15, fmt="F32")
     words = ("run", "-m", str(big), "--raw", "-t", "1", "-c", "256", "-n", "8", "--ram", "90M", "hi")
     with (tmp_path / "log").open("wb") as errors:
         job = start(hosts, Work(words, b""), errors)
         assert job.communicate(timeout=600)[0] == b"" and job.returncode == 2
     said = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("headrace: ")]
-    assert len(said) == 1 and "MB" in said[0] and hosts.left() == {}
+    assert len(said) == 1 and "weights are 289.4 MiB" in said[0] and hosts.left() == {}
