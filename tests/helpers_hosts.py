@@ -141,6 +141,10 @@ class Hosts:
         words = (*inside, "--mount-proc", "--kill-child", "sh", "-c", ours, str(conf))
         with (self.folder / f"log_{name}").open("wb") as log:
             self._daemons[name] = subprocess.Popen(words, env={**os.environ, "PATH": SBIN}, stdout=log, stderr=log)
+        self._await(name)
+
+    def _await(self, name: str) -> None:
+        """Until a host answers: one that was away stays unknown to its neighbours for a moment."""
         end = time.monotonic() + 60
         while subprocess.run([*self.inside("user"), *self.ssh.split(), name, "true"], capture_output=True).returncode:
             assert time.monotonic() < end, f"{name}: {(self.folder / f'log_{name}').read_text()}"
@@ -196,6 +200,8 @@ class Hosts:
     def link(self, name: str, up: bool) -> None:
         """Pull a host's cable out, or put it in."""
         _do("ip", "link", "set", self._cable(name), "up" if up else "down")
+        if up:
+            self._await(name)
 
     def kill(self, name: str) -> None:
         """A host's power cut: everything on it dies at once."""
