@@ -154,7 +154,9 @@ def test_each_byte_of_each_kind_changed() -> None:
     x = np.ones((2, 3), np.float32)
     rows = (Row(3, 5, 7, 2, True, True, (1, 2)), Row(3, 6, 8, 3, False, False, ()))
     made: list[Message] = [
-        RunMessage(1, 2, True, (Append(3, (1, 2), (7, 8)), Fork(4, 3, 1), Free(4), Params(3, Sampling())), rows, None, x),
+        RunMessage(
+            1, 2, True, (Append(3, (1, 2), (7, 8)), Fork(4, 3, 1), Free(4), Params(3, Sampling())), rows, None, x
+        ),
         RunMessage(1, 2, False, (), rows, np.asarray([1], np.int32), x[:1]),
         Draft(3, 5, (7,), (Guess(7, -1, 0.5, 1, 0), Guess(8, 0, 0.5, 2, 1)), True),
         Draft(3, 5, (), (), False),
