@@ -196,7 +196,7 @@ def test_its_knobs_choose_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Enough
 
     monkeypatch.setattr("headrace.engine.load", stop)
-    monkeypatch.setattr(generation, "find_named", lambda name: Path(str(name)))
+    monkeypatch.setattr(generation, "find_named", lambda name, args: Path(str(name)))
     cases: list[tuple[tuple[str, ...], str]] = [
         (("-md", "d", "-pr", "0.4"), "pipeinfer"),
         (("-md", "d", "-ps", "0.8"), "pipeinfer"),

@@ -209,7 +209,7 @@ def test_the_output_is_the_same_however_it_is_computed(
     if settings.pop("kv", 0):
         settings |= {"kv_disk": tmp_path, "kv_frames": 20, "rows": 1}
     if streamed:
-        monkeypatch.setattr(setup, "place", lambda *args: list(streamed))
+        monkeypatch.setattr(setup, "place", lambda *args, **more: list(streamed))
     with load(model, packs=tmp_path, **{**SMALL, **settings}) as engine:
         report = Batch(engine, truth[0], tmp_path / "out").run()
         assert isinstance(engine.parts.weights, Streamed) == bool(streamed)

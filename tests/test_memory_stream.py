@@ -114,7 +114,7 @@ def test_a_run_over_a_failing_disk_ends_in_one_error(tmp_path: Path, monkeypatch
     def failing(fd: int, out: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(setup, "place", lambda *args: [1, 2, 3, 4])
+    monkeypatch.setattr(setup, "place", lambda *args, **more: [1, 2, 3, 4])
     with load(chat_model(tmp_path / "tiny.gguf", blocks=4), packs=tmp_path, **SMALL) as engine:
         assert isinstance(engine.parts.weights, Streamed)
         monkeypatch.setattr(files, "_pread", failing)

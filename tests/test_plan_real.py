@@ -165,7 +165,7 @@ def test_nothing_is_measured_where_nothing_is_to_be_decided(big: Path, monkeypat
 
     monkeypatch.setattr(measured, "machine", never)
     choice = Choice(Workload(32, 8, 6))
-    for ram in (None, 1 << 30):
+    for ram in (None, 8 << 30):
         with headrace.load(big, threads=1, context=96, ram=ram, choice=choice, caches=6, sequences=6) as engine:
             assert engine.parts.expect is None and engine.head.order.rows == 512
 
@@ -190,7 +190,7 @@ def test_a_configuration_alone_can_be_planned(tmp_path: Path) -> None:
         assert sizes == sorted(sizes, reverse=True) or sizes[0] > sizes[1] > sizes[3] > sizes[2]
         model = planning.imagined(file, requant="q4")
         assert model.layers[1].tensors["attn_q"].fmt == "Q4_K" and model.layers[0].tensors["token_embd"].fmt == "Q8_0"
-        best = planner(model, 1 << 30, Workload(64, 16, 4)).best()[0]
+        best = planner(model, 8 << 30, Workload(64, 16, 4)).best()[0]
         assert best.candidate.prediction.tokens_per_s > 0
 
 
