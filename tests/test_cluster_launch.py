@@ -5,6 +5,7 @@ Real hosts are in ``test_cluster_hosts.py``; here a program that plays mpirun an
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -328,7 +329,10 @@ def test_a_signal_ends_it(tmp_path: Path, number: int) -> None:
     fake.write_text(FAKE.format(path=sys.path, count=str(tmp_path / "tries"), body=body))
     start = ["launch", "--hosts", "localhost", "--mpirun", f"{sys.executable} {fake}", "--", "run", "hi"]
     command = [sys.executable, "-m", "headrace", *start]
-    job = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    # Started in the background by a shell, these tests would hand down an ignored Ctrl-C.
+    wanted = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    job = subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, preexec_fn=wanted)
     try:
         assert job.stdout is not None and job.stdout.read(1) == b"x"
         time.sleep(0.1)
