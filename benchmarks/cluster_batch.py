@@ -34,7 +34,7 @@ from typing import Any
 
 from headrace.config import resolve
 from inflate import inflate
-from model_zoo import model_path, smollm2
+from model_zoo import model_path, smollm2, tell
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -274,10 +274,7 @@ def main() -> int:
     for rank in range(args.ranks):
         with suppress(OSError):
             (GROUPS / f"headrace-rank{rank}").rmdir()
-    text = json.dumps({**vars(args), **found, "trace": None, "out": None}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell({**vars(args), **found, "trace": None, "out": None}, args.out)
     return 0 if found.get("same", True) else 1
 
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from model_zoo import model_path
+from model_zoo import model_path, tell
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPERATURES = ({}, {"temperature": 0.8, "seed": 11})
@@ -230,10 +230,7 @@ def main() -> int:
             result = measure(*asked, hosts)
     else:
         result = measure(*asked)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell(result, args.out)
     return 0 if result["identical"] == result["all_three"] == result["settings"] and not result["wrong"] else 1
 
 

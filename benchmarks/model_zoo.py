@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,14 @@ from headrace.config import resolve
 from headrace.formats.index import open_model
 from headrace.store.known import KNOWN, fetch
 from inflate import inflate
+
+
+def tell(result: object, out: Path | None) -> None:
+    """A benchmark's result as JSON: printed, and written where ``--out`` says."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if out:
+        out.write_text(text + "\n")
 
 
 def smollm2() -> Path:

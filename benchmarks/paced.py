@@ -38,7 +38,7 @@ from headrace.run.schedule import Order
 from headrace.simulate.acceptance import Recorded
 from headrace.simulate.cluster import CPU_CURVE as CURVE
 from headrace.speculate.learned import Learned, probe
-from model_zoo import smollm2
+from model_zoo import smollm2, tell
 from paced_prediction import BLOCKS, SILENCES, even, handling, link_of, policy_of, predict, settings
 from pair import noisy, text_of
 
@@ -261,10 +261,7 @@ def main() -> int:
     handled = handling()
     found = [measure(targets, job, pair, handled) for targets in args.targets]
     result = {"benchmark": "paced", "agreement": agreement, "layer_ms": args.layer_ms, "draft_ms": args.draft_ms}
-    text = json.dumps({**result, "clusters": found}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell({**result, "clusters": found}, args.out)
     return 0
 
 

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model_zoo import model_path
+from model_zoo import model_path, tell
 
 PROMPT = "Once upon a time there was"
 
@@ -94,10 +94,7 @@ def main() -> int:
     answer: dict[str, Any] = json.loads(done.stdout)
     middle = {k: round(statistics.median(s[k] for s in answer["samples"]), 5) for k in answer["samples"][0]}
     result = {"benchmark": "pipeline", "model": args.model, "ranks": args.ranks, "medians": middle, **answer}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell(result, args.out)
     return 0
 
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model_zoo import model_path, random_draft
+from model_zoo import model_path, random_draft, tell
 from vs_llamacpp import Worker
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "spec_bench_dev.jsonl"
@@ -188,10 +188,7 @@ def main() -> None:
         result["useless"] = useless(path, args.threads, args.tokens, args.rounds)
     if args.only != "useless":
         result["lookup"] = lookup(path, args.threads, args.prompts, args.tokens, args.rounds, not args.alone)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell(result, args.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import cgroup
 from cgroup import launch, need
 from headrace.config import resolve
 from inflate import inflate
-from model_zoo import smollm2
+from model_zoo import smollm2, tell
 from pair import noisy, text_of
 
 SPARE = 128 << 20
@@ -105,10 +105,7 @@ def main() -> None:
         "same_text": all(s["tokens"] == answer for each in samples.values() for s in each),
         "samples": {n: [{k: v for k, v in s.items() if k != "tokens"} for s in each] for n, each in samples.items()},
     }  # fmt: skip
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell(result, args.out)
 
 
 if __name__ == "__main__":

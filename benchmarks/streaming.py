@@ -31,7 +31,7 @@ from cgroup import drop, launch, need
 from headrace.config import resolve
 from headrace.memory.buffers import HUGE, allocate
 from inflate import inflate
-from model_zoo import smollm2, wide_q4_k
+from model_zoo import smollm2, tell, wide_q4_k
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS: dict[str, dict[str, Any]] = {
@@ -205,10 +205,7 @@ def main() -> None:
     counts = sorted({1, 8, 16, 32, args.rows, *(r for p in big["passes"] for r in p["rows"][:1])} & set(range(1, 129)))
     costs = need(launch(__file__, {**job, "do": "curve", "counts": counts, "ram": None}, None))["curve"]
     result = report(args, model, big, costs, (before, after)) | {"same_text": big["tokens"] == truth["tokens"]}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell(result, args.out)
 
 
 def arguments() -> argparse.Namespace:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model_zoo import ZOO, model_path
+from model_zoo import ZOO, model_path, tell
 
 PREFILL = 512
 DECODE = 64
@@ -156,10 +156,7 @@ def main() -> None:
         for r in results[name]:
             shown = {k: r[k] for k in ("threads", "decode_ratio", "prefill_ratio", "share_of_bandwidth", "medians")}
             print(name, json.dumps(shown), file=sys.stderr, flush=True)
-    text = json.dumps({"benchmark": "vs_llamacpp", "results": results}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    tell({"benchmark": "vs_llamacpp", "results": results}, args.out)
 
 
 if __name__ == "__main__":
