@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from math import log
+
+import pytest
 
 from headrace.memory.slots import Lease
 from headrace.run.schedule import Order
 from headrace.run.tree import Node, graft
 from headrace.run.types import Draft, Guess, Row
 from headrace.speculate.grow import DONE, Grown, Leaf
-from headrace.speculate.serial import Frugal, Serial
+from headrace.speculate.serial import FIRST, Frugal, Serial
 
 PROMPT = 24
 ORDER = Order(rows=64, guesses=63)
@@ -30,7 +34,7 @@ def served(policy: Serial, passes: list[float]) -> tuple[Node, float]:
     return tip, now
 
 
-def placed(policy: Serial, tip: Node, now: float, chance: float = 0.75) -> int:
+def chosen(policy: Serial, tip: Node, now: float, chance: float) -> list[Node]:
     """Guesses that travel with the next token, of two chains of 16."""
     guesses = [Guess(9 if i == 0 else 8, i - 1, chance) for i in range(16)]
     guesses += [Guess(10 if i == 0 else 8, 15 + i if i else -1, chance / 8 if i == 0 else chance) for i in range(16)]
@@ -39,7 +43,11 @@ def placed(policy: Serial, tip: Node, now: float, chance: float = 0.75) -> int:
     assert len(fresh) == 32
     policy.drafted(0, draft, fresh, now)
     tip.run = 99
-    return sum(len(nodes) for _, nodes in policy.place([(0, tip)], [1], True, ORDER, now))
+    return [node for _, nodes in policy.place([(0, tip)], [1], True, ORDER, now) for _, node in nodes]
+
+
+def placed(policy: Serial, tip: Node, now: float, chance: float = 0.75) -> int:
+    return len(chosen(policy, tip, now, chance))
 
 
 def test_where_weights_stream_the_prompt_says_what_passes_take() -> None:
@@ -50,8 +58,43 @@ def test_where_weights_stream_the_prompt_says_what_passes_take() -> None:
     tip, now = served(streaming, [1.0])
     assert streaming.active()
     assert not streaming.ready(0, tip, now)  # it waits for its draft
-    # A further row is thought to cost next to nothing: all that may be right with more than 2% travels.
-    assert placed(streaming, tip, now) > 16
+    # A further row is thought to cost next to nothing, but a first run with guesses is no wide one.
+    assert placed(streaming, tip, now) == FIRST
+
+
+def gain(cost: Callable[[int], float], chance: float, seed: int, tokens: int = 120) -> float:
+    """Tokens a second with guesses over those without, passes of so many rows taking ``cost`` (5% more or less)."""
+    draw, policy = random.Random(seed), Serial()
+    policy.stream()
+    tip, now = served(policy, [cost(PROMPT)])
+    made, run, began = 0, 99, now
+    while made < tokens:
+        guesses = chosen(policy, tip, now, chance)
+        rows = 1 + len(guesses)
+        policy.launched(
+            run, [(Row(0, n.position, 5, 0, wanted=True, guess=n is not tip), n) for n in [tip, *guesses]], now
+        )
+        for node in guesses:
+            node.run = run
+        now += cost(rows) * draw.uniform(0.95, 1.05)
+        policy.returned(run, rows, now)
+        on: Node | None = tip
+        while on is not None:
+            lucky = draw.random() < chance
+            hit = next((c for c in on.children.values() if lucky and c in guesses and c.token != 10), None)
+            policy.judged(0, on, hit, now)
+            tip, on, made = on, hit, made + 1
+        tip, run = Node(7, tip.position + 1), run + 1
+    return cost(1) * made / (now - began)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streaming_guesses_as_much_as_rows_are_worth(seed: int) -> None:
+    """Reading sets the pace however many rows; up to three rows; or never, where computing sets it from the first."""
+    assert gain(lambda rows: 1.67 + 0.002 * rows, 0.75, seed) > 3.0
+    assert gain(lambda rows: max(1.67, 0.73 + 0.235 * rows), 0.75, seed) > 1.9  # at best 2.5
+    assert gain(lambda rows: 0.2 + 0.8 * rows, 0.75, seed) > 0.85
+    assert gain(lambda rows: 0.2 + 0.8 * rows, 0.05, seed) > 0.85
 
 
 def test_what_streaming_passes_take_is_corrected_by_wider_ones() -> None:

@@ -26,6 +26,11 @@ class Rates:
         return self._known[-1] if self._known else 0
 
     @property
+    def counts(self) -> int:
+        """How many different counts of rows were seen."""
+        return len(self._known)
+
+    @property
     def known(self) -> bool:
         """Whether passes were seen twice (the first is often a slow one)."""
         return bool(self._known) and self._shape[self._known[0]][0] >= 2
@@ -46,16 +51,30 @@ class Rates:
             self._shape[rows] = count + 1, share + weight * (seconds / self.level - share)
         self._known = sorted(self._shape)
 
+    def cap(self, rows: int, seconds: float) -> None:
+        """Fewer rows than these don't take longer: for where a first pass is slow and none of one row may ever come."""
+        if self._known and self._known[0] < rows and self.level > seconds:
+            self._shape = {
+                r: (n, s if r == self._known[0] else s * self.level / seconds) for r, (n, s) in self._shape.items()
+            }
+            self.level = seconds
+        most = seconds / self.level if self.level else 0.0
+        self._shape = {r: (n, min(s, most) if r < rows else s) for r, (n, s) in self._shape.items()}
+
     def __call__(self, rows: int) -> float:
-        """Between known counts on a line; beyond them on the last line, or ``prior`` a row."""
+        """On the line between, or through the nearest, two known counts; on ``prior`` a row where only one is known.
+
+        A row's part of a pass is the less the more rows there are, so fewer rows take their part at least.
+        """
         known = self._known
         if not known:
             return 0.0
         at = bisect_left(known, rows)
         if at < len(known) and known[at] == rows:
             return self.level * self._shape[rows][1]
-        if at == 0 or len(known) == 1:
-            return self.level * max(self._shape[known[0]][1] + self.prior / known[0] * (rows - known[0]), 0.1)
-        low, high = (known[at - 1], known[at]) if at < len(known) else (known[-2], known[-1])
+        if len(known) == 1:
+            return self.level * max(1 + self.prior / known[0] * (rows - known[0]), 0.1)
+        at = min(max(at, 1), len(known) - 1)
+        low, high = known[at - 1], known[at]
         a, b = self._shape[low][1], self._shape[high][1]
-        return self.level * max(a + max(b - a, 0.0) * (rows - low) / (high - low), a)
+        return self.level * max(a + max(b - a, 0.0) * (rows - low) / (high - low), min(rows / low, 1.0) * a)

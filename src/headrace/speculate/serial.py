@@ -31,6 +31,8 @@ LOOKUP = 0.05
 """The most that waiting for drafts without a model may cost, in passes."""
 FLAT = 0.005
 """What a further row is thought to cost where weights stream, of a pass, until it was tried."""
+FIRST = 7
+"""Guesses in the first run where weights stream: with the prompt's it tells what rows cost."""
 FEW = 64
 """Known rows in a run from which on there is no guessing: a run of prompts, or a full one."""
 
@@ -38,8 +40,8 @@ FEW = 64
 class Serial(Measured):
     """See the module's docstring. rows: most guesses in a run; floor: least chance of one that is considered.
 
-    streams: the weights are read for every pass, which takes about as long whatever its rows: then the prompt's pass
-    already says what passes take, and no plain ones are spent on that.
+    streams: the weights are read for every pass, which may take as long whatever its rows: then the prompt's pass and
+    the first with guesses say what rows cost, and no plain passes are spent on that.
     """
 
     def __init__(self, rows: int = 63, most_guesses: int = 96, floor: float = 0.02) -> None:
@@ -106,13 +108,13 @@ class Serial(Measured):
         if not (decoding or (self.streams and known <= FEW)) or not known or rows < known + guesses:
             return
         took = now - began
-        if self.streams and (not decoding or took < self.rates.level):
-            self.rates.note(1, took)  # fewer rows don't take longer
+        if self.streams:
+            self.rates.cap(known + guesses, took)
+        self.rates.note(known + guesses, took)
         if not self._opened:
             self._opened, self.account = True, START * took
         if not decoding:
             return
-        self.rates.note(known + guesses, took)
         plain = self.rates(known)
         self._each = plain / known
         self._elapsed, self._tokens = 0.96 * self._elapsed, 0.96 * self._tokens
@@ -155,7 +157,7 @@ class Serial(Measured):
         known, rates, pace = sizes[-1], self.rates, self.pace
         sums = [0.0, *accumulate(p for p, _, _ in found)]
         # Not far beyond what was tried: a wide run may cost many times what is thought.
-        tried = self.rows if self.streams else 2 * rates.most + 1 - known
+        tried = 2 * rates.most + 1 - known if not self.streams else self.rows if rates.counts > 1 else FIRST
         most = min(len(found), self.rows, order.guesses, order.rows - known, tried)
         if most <= 0:
             return []
