@@ -187,6 +187,20 @@ def test_an_input_changed_midway_is_noticed(engine: Engine, tmp_path: Path) -> N
     assert engine.head.idle and not (tmp_path / "out").exists()
 
 
+def test_the_time_left_counts_what_is_there_of_unfinished_rows(engine: Engine, tmp_path: Path) -> None:
+    seen: list[Report] = []
+    source = write_rows(
+        tmp_path / "in", [row(str(i), {"prompt": "x", "max_tokens": 20, "ignore_eos": True}) for i in range(4)]
+    )
+    Batch(engine, source, tmp_path / "out", tell=seen.append).run()
+    midway = [r for r in seen if r.rows == 0 and r.tokens]
+    assert midway and all(r.eta is not None for r in midway)
+    for r in midway:
+        there = r.tokens / 20
+        assert r.under_way == pytest.approx(there) and r.eta == pytest.approx(r.seconds / there * (4 - there))
+    assert seen[-1].rows == 4 and seen[-1].under_way == 0.0
+
+
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Callable[[int], None]]:
     """A file system of so many bytes; gives a function that makes it larger."""

@@ -42,6 +42,8 @@ class Report:
     """Share of the time spent waiting for disk or link; None when nothing streams."""
     resumed: int
     crossed_bytes: int = 0
+    under_way: float = 0.0
+    """What of unfinished rows is there, in rows: tokens of those they may have."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -49,9 +51,9 @@ class Report:
 
     @property
     def eta(self) -> float | None:
-        """Seconds left if rows go on as they did."""
-        done = self.rows - self.resumed
-        return self.seconds / done * (self.total - self.rows) if done else None
+        """Seconds left if rows go on as they did; None before there is a token."""
+        done = self.rows - self.resumed + self.under_way
+        return self.seconds / done * (self.total - self.resumed - done) if done else None
 
 
 @dataclass(frozen=True)
@@ -280,11 +282,13 @@ class Batch:
     def _report(self, state: State, total: int, started: float, resumed: int) -> Report:
         progress = state.progress()
         seconds = time.perf_counter() - started
-        tokens = self._tokens + sum(len(job.tokens) for row in self._open for job in row.jobs)
+        each = [[(len(job.tokens), job.request.max_tokens) for job in row.jobs] for row in self._open]
+        tokens = self._tokens + sum(n for row in each for n, _ in row)
+        under_way = sum(sum(n for n, _ in row) / sum(most for _, most in row) for row in each)
         moved = self.engine.parts.computer.traffic()  # of one process; under MPI the others' disks are theirs
         bound = moved.waited / seconds if moved.streams and seconds > 0 else None
         done = progress.rows, total, progress.failed, tokens, seconds
-        return Report(*done, moved.read, bound, resumed, moved.crossed)
+        return Report(*done, moved.read, bound, resumed, moved.crossed, under_way)
 
 
 _WHY = {
