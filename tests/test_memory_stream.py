@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from headrace import placement, setup
 from headrace.engine import load
 from headrace.errors import BadFile, OverBudget
-from headrace.formats import files
-from headrace.formats.index import open_model
+from headrace.formats import files, index
+from headrace.formats.index import Derived, open_model
+from headrace.formats.requant import requantise
 from headrace.kernels.dispatch import make_device
 from headrace.memory.budget import Budget
 from headrace.memory.stream import Streamed, evenly, pack
@@ -42,6 +43,36 @@ def names_and_bytes(weights: Resident | Streamed, layer: int, model: Model) -> d
                 held[name].row(r, row)
                 found[f"{name}.{r}"] = row.tobytes()
     return found
+
+
+def test_what_stays_is_not_in_the_page_cache_too_where_layers_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a memory cgroup the page cache counts: resident layers would be there twice."""
+    dropped: list[tuple[int, int]] = []
+    monkeypatch.setattr(files, "drop_cached", lambda fd, offset, size: dropped.append((offset, offset + size)))
+    monkeypatch.setattr(index, "drop_cached", files.drop_cached)
+    device = make_device("cpu", threads=1)
+    path = tiny_model(tmp_path / "tiny.gguf", "Q4_1", blocks=4)
+    with open_model(path) as file:
+        Resident(device, load_model(file), range(6))
+        assert not dropped
+    for opened in (
+        open_model(path),
+        requantise(open_model(tiny_model(tmp_path / "bf16.gguf", "BF16", blocks=4)), "q8"),
+    ):
+        with opened as file:
+            model = load_model(file)
+            pack(device, model, [2], tmp_path / file.digest())
+            dropped.clear()
+            Resident(device, model, [1, 3])
+            source = file.source if isinstance(file, Derived) else file
+            for key in ("blk.0.ffn_down.weight", "blk.2.attn_q.weight"):
+                t = source.tensors[key]
+                assert (
+                    sum(high - low for low, high in dropped if t.offset <= low and high <= t.offset + t.nbytes)
+                    == t.nbytes
+                )
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])

@@ -99,6 +99,13 @@ def read_exact(fd: int, out: memoryview, offset: int, path: Path) -> None:
         done += got
 
 
+def drop_cached(fd: int, offset: int, size: int) -> None:
+    """What was read needn't stay in the page cache: a hint, where the system takes one."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+
 class DirectFile:
     """A file read past the page cache: O_DIRECT where it is to be had, else what was read is dropped from the cache.
 
@@ -113,9 +120,8 @@ class DirectFile:
     def read_into(self, out: memoryview, offset: int) -> None:
         """Fill ``out``; BadFile when the file ends first or the disk fails."""
         read_exact(self._fd, out, offset, self.path)
-        if not self.direct and hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # it is only a hint
-                os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
+        if not self.direct:
+            drop_cached(self._fd, offset, out.nbytes)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import BadFile, Unsupported
-from headrace.formats.files import cannot_read, open_regular, read_exact
+from headrace.formats.files import cannot_read, drop_cached, open_regular, read_exact
 from headrace.formats.folder import listing, read_config, read_folder
 from headrace.formats.gguf import GgufFile, read_gguf
 from headrace.formats.tensor import KNOWN, TensorInfo, show
@@ -49,6 +49,11 @@ class ModelFile:
     _open: dict[Path, int] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _stats: Mapping[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
+    _lean: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def spare_cache(self) -> None:
+        """From now on what is read doesn't stay in the page cache, which counts against a memory limit too."""
+        self._lean.set()
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +78,8 @@ class ModelFile:
         for first, count in _spans(info, rows):
             part = view[done : done + count * size]
             read_exact(fd, part, info.offset + first * size, info.path)
+            if self._lean.is_set():
+                drop_cached(fd, info.offset + first * size, count * size)
             done += count * size
 
     def _descriptor(self, path: Path) -> int:
@@ -130,6 +137,9 @@ class Derived(ModelFile):
 
     def read_into(self, info: TensorInfo, out: NDArray[np.uint8], rows: Rows = None) -> None:
         self.source.read_into(info, out, rows)
+
+    def spare_cache(self) -> None:
+        self.source.spare_cache()
 
     def digest(self) -> str:
         return hashlib.sha256(f"{self.source.digest()} {self.how}".encode()).hexdigest()

@@ -32,9 +32,10 @@ def pack(
     already; else it is made now.
 
     Ranks of one job stream different layers, so each packs its own and none packs another's, also on shared storage.
-    A shared tensor gets bytes of its own in it. tell: hears, in a line, what takes time. OverBudget when the disk is
-    too full.
+    A shared tensor gets bytes of its own in it. Memory is short where layers stream, so from now on what is read of the
+    model stays in no page cache. tell: hears, in a line, what takes time. OverBudget when the disk is too full.
     """
+    model.file.spare_cache()
     blocks = [i for i, layer in enumerate(model.layers) if layer.kv is not None]
     if set(layers) < set(blocks) and (whole := _writer(device, model, blocks, folder)[0].finished()) is not None:
         return whole
