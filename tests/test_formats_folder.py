@@ -135,7 +135,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "twice": (b'{"a": 1, "a": 2}', "key 'a' twice"),
     "deep": (b"[" * 100_000, "nested too deep"),
     "long number": (b'{"a": ' + b"9" * 10_000 + b"}", "isn't JSON"),
-    "huge": (b" " * (5 << 20), "may have"),
+    "huge": (b" " * (5 << 20), "over 4 MiB"),
 }
 
 

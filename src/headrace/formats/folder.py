@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from headrace.errors import BadFile, Unsupported
@@ -15,6 +16,8 @@ MAX_SHARDS = 4096
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HERE = re.compile(r"[^/\\:\0]*\.safetensors", re.DOTALL)
+"""A file of this very folder: no separator, drive or NUL that leads out of it."""
 OBJECTS = {"generation_config": MAX_CONFIG, "tokenizer_config": MAX_TOKENIZER, "special_tokens_map": MAX_CONFIG}
 """Key in the metadata, and of the file with ``.json`` behind it -> most bytes."""
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
@@ -23,7 +26,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added
 
 def read_config(path: Path) -> dict[str, object]:
     """A bare config.json -> {"config": {...}}."""
-    return {"config": _object(path, MAX_CONFIG, "configuration")}
+    return {"config": read_object(path, MAX_CONFIG, "configuration")}
 
 
 def read_folder(folder: Path) -> tuple[dict[str, object], list[TensorInfo], list[Path]]:
@@ -35,7 +38,7 @@ def read_folder(folder: Path) -> tuple[dict[str, object], list[TensorInfo], list
     metadata = read_config(folder / "config.json")
     for key, most in OBJECTS.items():
         if (path := folder / f"{key}.json").exists():
-            metadata[key] = _object(path, most, path.name)
+            metadata[key] = read_object(path, most, path.name)
     metadata["files"] = {name: folder / name for name in FILES if (folder / name).is_file()}
     paths, claimed = _weight_files(folder)
     tensors: list[TensorInfo] = []
@@ -43,21 +46,18 @@ def read_folder(folder: Path) -> tuple[dict[str, object], list[TensorInfo], list
     for path in paths:
         for t in read_safetensors(path):
             if t.name in seen:
-                raise BadFile(
-                    f"{folder}: tensor {show(t.name)} is both in {seen[t.name].name} and {path.name}; "
-                    "download the folder again."
-                )
+                both = f"{seen[t.name].name} and {path.name}"
+                raise BadFile(f"{folder}: tensor {show(t.name)} is both in {both}; download the folder again.")
             seen[t.name] = path
             tensors.append(t)
     for name, path in claimed.items():
         if seen.get(name) != path:
-            raise BadFile(
-                f"{path}: lacks the tensor {show(name)} that {INDEX} places there; download the folder again."
-            )
+            raise BadFile(f"{path}: lacks the tensor {show(name)} that {INDEX} places there; download it again.")
     return metadata, tensors, paths
 
 
-def _object(path: Path, most: int, what: str) -> dict[str, object]:
+def read_object(path: Path, most: int, what: str) -> dict[str, object]:
+    """A JSON file that holds an object; BadFile for anything else."""
     value = read_json(path, most, what)
     if not isinstance(value, dict):
         raise BadFile(f"{path}: the {what} isn't a JSON object; download it again.")
@@ -93,25 +93,18 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _sharded(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     index = folder / INDEX
-    weights = _object(index, MAX_TOKENIZER, "index of shards").get("weight_map")
+    weights = read_object(index, MAX_TOKENIZER, "index of shards").get("weight_map")
     if not isinstance(weights, dict) or not weights:
         raise BadFile(f"{index}: has no weight_map; download it again.")
     paths: dict[str, Path] = {}
     for name, shard in weights.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors") or not _plain(shard):
-            raise BadFile(
-                f"{index}: places tensor {show(name)} in {show(str(shard)[:200])}, which is no "
-                "safetensors file beside it; download it again."
-            )
+        if not isinstance(shard, str) or not HERE.fullmatch(shard):
+            there = show(str(shard)[:200])
+            raise BadFile(f"{index}: places {show(name)} in {there}, no safetensors file beside it; download it again.")
         paths.setdefault(shard, folder / shard)
         if len(paths) > MAX_SHARDS:
             raise BadFile(f"{index}: names more than {MAX_SHARDS} files; download it again.")
     return sorted(paths.values()), {name: paths[shard] for name, shard in weights.items()}
-
-
-def _plain(name: str) -> bool:
-    """A file of this very folder: no separator, drive or NUL that leads out of it."""
-    return not any(c in name for c in "/\\:\0")
 
 
 def listing(folder: Path) -> list[str]:

@@ -6,11 +6,14 @@ padding, data. Every length, count and offset is hostile until it was compared w
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.errors import BadFile, Unsupported
 from headrace.formats.cursor import Cursor
@@ -49,10 +52,8 @@ class _Reader(Cursor):
     def value(self, kind: int, what: str, depth: int = 0) -> tuple[object, str]:
         """A metadata value and the name of its type."""
         if kind in SCALARS:
-            name, dtype = SCALARS[kind]
-            if kind == BOOL:
-                return self.boolean(self.number("<B", what), what), name
-            return self.block(dtype, 1, what)[0].item(), name
+            values, name = self.scalars(kind, 1, what)
+            return values[0].item(), name
         if kind == STRING:
             return self.text(what), "str"
         if kind != ARRAY:
@@ -63,22 +64,22 @@ class _Reader(Cursor):
         if inner == STRING:
             return self.strings(count, what), "arr[str]"
         if inner in SCALARS:
-            name, dtype = SCALARS[inner]
-            values = self.block(dtype, count, what)
-            if inner == BOOL:
-                if values.size and values.view(np.uint8).max() > 1:
-                    self.bad(f"{what} holds a boolean that is neither 0 nor 1")
-                values = values.view(np.bool_)
+            values, name = self.scalars(inner, count, what)
             return values, f"arr[{name}]"
         if inner != ARRAY:
             self.bad(f"{what} has the unknown value type {inner}")
         self.claim(count, 12, ARRAY_COST, "inner arrays")
         return [self.value(ARRAY, what, depth + 1)[0] for _ in range(count)], "arr[arr]"
 
-    def boolean(self, value: int, what: str) -> bool:
-        if value > 1:
-            self.bad(f"{what} holds a boolean that is neither 0 nor 1")
-        return bool(value)
+    def scalars(self, kind: int, count: int, what: str) -> tuple[NDArray[Any], str]:
+        """So many of them, and the name of their type."""
+        name, dtype = SCALARS[kind]
+        values = self.block(dtype, count, what)
+        if kind == BOOL:
+            if values.view(np.uint8).max(initial=0) > 1:
+                self.bad(f"{what} holds a boolean that is neither 0 nor 1")
+            values = values.view(np.bool_)
+        return values, name
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -114,38 +115,28 @@ def _parse(c: _Reader) -> GgufFile:
 def _check_version(c: _Reader) -> None:
     c.fill(min(c.size, 4), "the magic")
     if c.buf[:4] != b"GGUF":
-        raise BadFile(f"{c.path}: {_what_instead(c.buf[:512])}")
+        what = next(what for start, what in INSTEAD if re.match(start, c.buf[:512], re.IGNORECASE | re.DOTALL))
+        raise BadFile(f"{c.path}: {what}.")
     c.pos = 4
     version = c.number("<I", "the version")
     if version in (2, 3):
         return
     if version and version & 0xFFFF == 0:
-        raise Unsupported(
-            f"{c.path}: is a big-endian GGUF file, which Headrace doesn't read; "
-            "convert the model for little-endian machines."
-        )
-    raise Unsupported(
-        f"{c.path}: is GGUF version {version}, and Headrace reads 2 and 3; "
-        "convert the model again with a current converter."
-    )
+        raise Unsupported(f"{c.path}: is a big-endian GGUF file; convert the model for little-endian machines.")
+    raise Unsupported(f"{c.path}: is GGUF version {version}, and Headrace reads 2 and 3; convert the model again.")
 
 
-def _what_instead(head: bytes) -> str:
-    """What a file without GGUF's magic seems to be, and what to do."""
-    start = head.lstrip()[:64].lower()
-    if not head:
-        return "is empty; download it again."
-    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        return "is a web page, not a model; download the file itself (on a hub, the link with /resolve/)."
-    if start.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the model; run `git lfs pull` in its repository."
-    if head[:2] == b"PK" or head[:1] == b"\x80":
-        return "is a pickle or ZIP archive (PyTorch?), not GGUF; use a GGUF file or a safetensors folder."
-    if head[:4] in (b"lmgg", b"tjgg", b"algg", b"fmgg"):
-        return "is in a GGML format older than GGUF; download the model as GGUF."
-    if start.startswith((b'{"error', b"{'error")) or b"not found" in start:
-        return "is a server's error message, not a model; download it again."
-    return "is no GGUF file (it doesn't start with 'GGUF'); check the path or download it again."
+INSTEAD = (
+    (rb"\s*<(!doctype|html|\?xml|head)",
+     "is a web page, not a model; download the file itself (on a hub, the link with /resolve/)"),
+    (rb"\s*version https://git-lfs", "is a Git LFS pointer, not the model; run `git lfs pull` in its repository"),
+    (rb"PK|\x80", "is a pickle or ZIP archive (PyTorch?), not GGUF; use a GGUF file or a safetensors folder"),
+    (rb"(lm|tj|al|fm)gg", "is in a GGML format older than GGUF; download the model as GGUF"),
+    (rb"\s*(\{[\"']error|.{0,55}not found)", "is a server's error message, not a model; download it again"),
+    (rb"\Z", "is empty; download it again"),
+    (rb"", "is no GGUF file (it doesn't start with 'GGUF'); check the path or download it again"),
+)  # fmt: skip
+"""How a file without GGUF's magic begins -> what it seems to be, and what to do."""
 
 
 def _alignment(c: _Reader, metadata: dict[str, object], types: dict[str, str]) -> int:

@@ -203,49 +203,39 @@ def _open_folder(folder: Path) -> ModelFile:
 
 
 def _open_gguf(path: Path) -> ModelFile:
-    first = read_gguf(path)
-    parts = [first]
-    count = first.metadata.get("split.count", 1)
+    given = read_gguf(path)
+    count = given.metadata.get("split.count", 1)
     if not isinstance(count, int) or count < 0:
         raise BadFile(f"{path}: split.count is no count; download it again.")
-    if count > 1:
-        parts = _parts(first, count)
+    parts = _parts(given, count) if count > 1 else [given]
+    first = parts[0]
     tensors: dict[str, TensorInfo] = {}
     for part in parts:
         for t in part.tensors:
             if t.name in tensors:
-                raise BadFile(
-                    f"{part.path}: tensor {show(t.name)} is also in {tensors[t.name].path.name}; "
-                    "download the parts again."
-                )
+                other = tensors[t.name].path.name
+                raise BadFile(f"{part.path}: tensor {show(t.name)} is also in {other}; download the parts again.")
             tensors[t.name] = t
-    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    total = first.metadata.get("split.tensors.count", len(tensors))
     if count > 1 and total != len(tensors):
-        raise BadFile(
-            f"{path}: its parts hold {len(tensors)} tensors where split.tensors.count says {total}; "
-            "download the parts again."
-        )
+        what = f"{len(tensors)} tensors where split.tensors.count says {total}"
+        raise BadFile(f"{path}: its parts hold {what}; download the parts again.")
     paths = tuple(part.path for part in parts)
-    return ModelFile("gguf", parts[0].metadata, tensors, paths, parts[0].types, _stats=_stat(paths))
+    return ModelFile("gguf", first.metadata, tensors, paths, first.types, _stats=_stat(paths))
 
 
 def _parts(given: GgufFile, count: int) -> list[GgufFile]:
     """All parts of a split model, in order, found by the name of one: stem-00001-of-00003.gguf."""
     name = SPLIT.fullmatch(given.path.name)
     if name is None or int(name[3]) != count:
-        raise BadFile(
-            f"{given.path}: is one of {count} parts but isn't named like one "
-            f"(NAME-00001-of-{count:05d}.gguf); give the parts their own names back."
-        )
+        like = f"NAME-00001-of-{count:05d}.gguf"
+        raise BadFile(f"{given.path}: is one of {count} parts but isn't named like one ({like}); rename the parts.")
     parts = []
     for i in range(count):
         path = given.path.with_name(f"{name[1]}-{i + 1:05d}-of-{count:05d}.gguf")
-        if path == given.path:
-            part = given
-        elif path.exists():
-            part = read_gguf(path)
-        else:
+        if not path.exists():
             raise BadFile(f"{given.path}: is one of {count} parts, and {path.name} is missing beside it; download it.")
+        part = given if path == given.path else read_gguf(path)
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (i, count):
             raise BadFile(f"{path}: split.no and split.count inside don't agree with its name; download it again.")
         parts.append(part)
@@ -260,20 +250,16 @@ def _stat(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def _count(info: TensorInfo, rows: Rows) -> int:
-    if rows is None:
-        return info.n
-    return len(range(*rows.indices(info.n))) if isinstance(rows, slice) else len(rows)
+    return len(rows) if isinstance(rows, np.ndarray) else len(range(info.n)[rows or slice(None)])
 
 
 def _spans(info: TensorInfo, rows: Rows) -> list[tuple[int, int]]:
     """Rows as (first, count) stretches that lie together in the file. IndexError for a row that isn't there."""
-    if rows is None:
-        return [(0, info.n)]
-    if isinstance(rows, slice):
-        start, stop, step = rows.indices(info.n)
-        if step == 1:
-            return [(start, max(0, stop - start))]
-        rows = np.arange(start, stop, step)
+    if not isinstance(rows, np.ndarray):
+        there = range(info.n)[rows or slice(None)]
+        if there.step == 1:
+            return [(there.start, len(there))]
+        rows = np.array(there, np.int64)
     if not len(rows):
         return []
     if rows.min() < 0 or rows.max() >= info.n:

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 from headrace.errors import BadFile
-from headrace.formats.files import opened, read_exact
+from headrace.formats.files import opened, read_exact, read_text
 from headrace.formats.tensor import TensorInfo, check_extents, show
 
 MAX_HEADER = 32 << 20
@@ -26,15 +26,10 @@ DTYPES = {
 
 def read_json(path: Path, most: int, what: str) -> object:
     """A small JSON file, read whole: at most ``most`` bytes, UTF-8, no key twice in an object."""
-    with opened(path, what) as (fd, size):
-        if size > most:
-            raise BadFile(f"{path}: has {size} bytes, and a {what} may have {most}; is it the right file?")
-        raw = bytearray(size)
-        read_exact(fd, memoryview(raw), 0, path)
-    return parse_json(path, bytes(raw), what)
+    return parse_json(path, read_text(path, what, most), what)
 
 
-def parse_json(path: Path, raw: bytes, what: str) -> object:
+def parse_json(path: Path, raw: str | bytes, what: str) -> object:
     """JSON with one clear error for everything that can be wrong with it."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -46,7 +41,7 @@ def parse_json(path: Path, raw: bytes, what: str) -> object:
         return found
 
     try:
-        parsed: object = json.loads(raw.decode(), object_pairs_hook=unique)
+        parsed: object = json.loads(raw if isinstance(raw, str) else raw.decode(), object_pairs_hook=unique)
         return parsed
     except UnicodeDecodeError as e:
         raise BadFile(f"{path}: the {what} isn't UTF-8 (byte {e.start}); download it again.") from None
@@ -76,21 +71,16 @@ def _parse(fd: int, path: Path, size: int) -> list[TensorInfo]:
     # What the parsed header takes of our memory: at most the file's size and 1 MB (a tensor has some 9 marks).
     marks = raw.count(b"[") + raw.count(b"{") + raw.count(b",")
     if marks * MARK_COST > size + (1 << 20):
-        raise BadFile(
-            f"{path}: describes too many tensors for a file of {size} bytes; it is damaged, download it again."
-        )
+        raise BadFile(f"{path}: describes too many tensors for its {size} bytes; it is damaged, download it again.")
     header = parse_json(path, bytes(raw), "safetensors header")
     if not isinstance(header, dict):
         raise BadFile(f"{path}: its header isn't a JSON object; download it again.")
     header.pop("__metadata__", None)
     tensors = [_entry(path, name, entry, 8 + n, size) for name, entry in header.items()]
     check_extents(path, tensors)
-    held = sum(t.nbytes for t in tensors)
-    if held != size - 8 - n:
-        raise BadFile(
-            f"{path}: its tensors take {held} bytes but it holds {size - 8 - n}; it was cut short or "
-            "is damaged, download it again."
-        )
+    held, there = sum(t.nbytes for t in tensors), size - 8 - n
+    if held != there:
+        raise BadFile(f"{path}: its tensors take {held} bytes but it holds {there}: cut short; download it again.")
     return tensors
 
 

@@ -75,10 +75,7 @@ def check_extents(path: Path, tensors: list[TensorInfo]) -> None:
     last = None
     for t in sorted((t for t in tensors if t.nbytes), key=lambda t: t.offset):
         if last is not None and t.offset < last.offset + last.nbytes:
-            raise BadFile(
-                f"{path}: tensors {show(last.name)} and {show(t.name)} overlap; the file is damaged, "
-                "download or convert it again."
-            )
+            raise BadFile(f"{path}: tensors {show(last.name)} and {show(t.name)} overlap; download it again.")
         last = t
 
 
