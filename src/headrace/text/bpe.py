@@ -35,12 +35,8 @@ def merge(text: str, ranks: Mapping[str, float], between: str) -> list[str]:
     after = list(range(1, count + 1))
     before = list(range(-1, count - 1))
     get = ranks.get
-    queue: list[tuple[float, int, str]] = []
-    for i in range(count - 1):
-        key = symbols[i] + between + symbols[i + 1]
-        rank = get(key)
-        if rank is not None:
-            queue.append((rank, i, key))
+    pairs = [(i, symbols[i] + between + symbols[i + 1]) for i in range(count - 1)]
+    queue = [(rank, i, key) for i, key in pairs if (rank := get(key)) is not None]
     heapify(queue)
     while queue:
         _, i, key = heappop(queue)
@@ -53,16 +49,12 @@ def merge(text: str, ranks: Mapping[str, float], between: str) -> list[str]:
         right = after[i] = after[j]
         if right < count:
             before[right] = i
-            key = symbols[i] + between + symbols[right]
-            rank = get(key)
-            if rank is not None:
-                heappush(queue, (rank, i, key))
-        left = before[i]
-        if left >= 0:
-            key = symbols[left] + between + symbols[i]
-            rank = get(key)
-            if rank is not None:
-                heappush(queue, (rank, left, key))
+        for left, its in ((i, right), (before[i], i)):
+            if left >= 0 and its < count:
+                key = symbols[left] + between + symbols[its]
+                rank = get(key)
+                if rank is not None:
+                    heappush(queue, (rank, left, key))
     return [s for s in symbols if s]
 
 

@@ -32,10 +32,9 @@ class _Tokens(NamedTuple):
 def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
     """The vocabulary of a GGUF file. Raises BadFile (missing, of the wrong type, inconsistent) or Unsupported."""
     model = _get(metadata, "model", str)
-    if model not in ("gpt2", "llama"):
-        raise Unsupported(
-            f"tokenizer.ggml.model is {model!r}; Headrace reads 'gpt2' and 'llama' vocabularies: use another file."
-        )
+    reader = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
+    if reader is None:
+        raise Unsupported(f"tokenizer.ggml.model is {model!r}; Headrace reads 'gpt2' and 'llama': use another file.")
     names = _strings(metadata, "tokens")
     types = _numbers(metadata, "token_type", len(names), NORMAL)
     ids = dict(zip(names, range(len(names)), strict=True))
@@ -46,8 +45,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
         names[i]: i for i, t in odd if t in (CONTROL, UNKNOWN) or (t == USER_DEFINED and looks_control(names[i]))
     }
     user = {names[i]: i for i, t in odd if t == USER_DEFINED and names[i] not in control}
-    tokens = _Tokens(names, types, ids, control, user)
-    return (_byte_level if model == "gpt2" else _sentencepiece)(metadata, tokens)
+    return reader(metadata, _Tokens(names, types, ids, control, user))
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocab:

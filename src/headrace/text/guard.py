@@ -30,22 +30,17 @@ class Guard:
             raise BadRequest("The messages use every private Unicode character: send ordinary text.")
         self.char = char
         names = [n for n in control if n]
-        self._first = re.compile("[" + re.escape("".join(sorted({n[0] for n in names}))) + "]") if names else None
-        self._last = re.compile("[" + re.escape("".join(sorted({n[-1] for n in names}))) + "]") if names else None
+        self._first, self._last = (_any_of({n[at] for n in names}) for at in (0, -1))
 
     def mark(self, text: str) -> UserText:
         """``text`` with guards; white space at its ends stays outside, so that trimming after joining still works."""
-        if self._first is None or self._last is None:
-            return UserText(text, text, self)
         core = text.strip()
+        if self._first is None or self._last is None or not core:
+            return UserText(text, text, self)
         at = len(text) - len(text.lstrip())
         # Two substitutions: guards are neither first nor last characters of a token.
         marked = self._last.sub(rf"{self.char}\g<0>", self._first.sub(rf"\g<0>{self.char}", core))
-        if core:
-            marked = text[:at] + self.char + marked + self.char + text[at + len(core) :]
-        else:
-            marked = text
-        return UserText(marked, text, self)
+        return UserText(text[:at] + self.char + marked + self.char + text[at + len(core) :], text, self)
 
     def mark_all(self, value: Any) -> Any:
         """A JSON value with every string in it marked; keys only where they hold a character that needs it."""
@@ -63,6 +58,10 @@ class Guard:
 
     def remove(self, text: str) -> str:
         return text.replace(self.char, "")
+
+
+def _any_of(characters: set[str]) -> re.Pattern[str] | None:
+    return re.compile(f"[{re.escape(''.join(sorted(characters)))}]") if characters else None
 
 
 class UserText(str):
@@ -96,11 +95,7 @@ def _through(name: str) -> Any:
         result = method(self.plain, *plain, **named)
         if isinstance(result, str):
             return self.guard.mark(result)
-        if isinstance(result, list):
-            return [self.guard.mark(r) for r in result]
-        if isinstance(result, tuple):
-            return tuple(self.guard.mark(r) for r in result)
-        return result
+        return type(result)(map(self.guard.mark, result)) if isinstance(result, list | tuple) else result
 
     call.__name__ = name
     return call

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import BadFile, HeadraceError, Unsupported
+from headrace.errors import BadFile, Unsupported
+from headrace.formats.files import read_text
+from headrace.formats.folder import MAX_CONFIG, MAX_TOKENIZER, read_object
 from headrace.text import kinds
 from headrace.text.vocab import Vocab, end_ids, looks_control
 
 if TYPE_CHECKING:
     import tokenizers
 
-_MOST = 64 << 20
 _BYTE_LEVEL_CLASSES = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 """How slow tokenizer classes with a vocab.json cut words (``kinds.PRE_KINDS``)."""
 _MODEL_CLASSES = {"opt": "GPT2Tokenizer", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer"}
@@ -57,12 +58,12 @@ class _Folder:
 
     def template(self) -> str | None:
         if "chat_template.jinja" in self.files:
-            return _read(self.files["chat_template.jinja"])
+            return read_text(self.files["chat_template.jinja"], "chat template")
         value = self.section("tokenizer_config").get("chat_template")
         if isinstance(value, list):  # several, by name
             value = {t.get("name"): t.get("template") for t in value if isinstance(t, Mapping)}.get("default")
         if value is None and "chat_template.json" in self.files:
-            value = _json(self.files["chat_template.json"]).get("chat_template")
+            value = read_object(self.files["chat_template.json"], MAX_CONFIG, "chat template").get("chat_template")
         if value is not None and not isinstance(value, str):
             raise BadFile("The chat template isn't a string; download the folder again.")
         return value
@@ -90,9 +91,9 @@ def _from_library(folder: _Folder) -> Vocab:
     from tokenizers import Tokenizer
 
     path = folder.files["tokenizer.json"]
-    _check_size(path)
+    text = read_text(path, "tokenizer")
     try:
-        library = Tokenizer.from_file(str(path))
+        library = Tokenizer.from_str(text)
     except BaseException as e:  # the library raises bare Exception, and its panics aren't even that
         if isinstance(e, KeyboardInterrupt | SystemExit):
             raise
@@ -189,7 +190,7 @@ def _from_merges(folder: _Folder) -> Vocab:
     control = {n: ids[n] for n in names}
     user = {n: i for n, i in extra.items() if n not in control}
     by_id = {i: n for n, i in ids.items()}
-    lines = _read(folder.files["merges.txt"]).splitlines()
+    lines = read_text(folder.files["merges.txt"], "list of merges").splitlines()
     merges = [m for m in lines if m and not m.startswith("#version")]
     ordinary = {n: i for n, i in ids.items() if n not in control}
     encode, _ = kinds.byte_level_encoder(ordinary, merges, kinds.PRE_KINDS[pre])
@@ -230,37 +231,9 @@ def _special_names(folder: _Folder) -> set[str]:
     return {n for n in names if isinstance(n, str) and n}
 
 
-def _check_size(path: Path) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as e:
-        raise BadFile(f"{path}: can't be read ({e.strerror}); check it.") from None
-    if size > _MOST:
-        raise BadFile(f"{path}: {size:,} bytes is more than the {_MOST:,} a tokenizer file may have.")
-
-
-def _read(path: Path) -> str:
-    _check_size(path)
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise BadFile(f"{path}: can't be read as text ({e}); download it again.") from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read(path))
-    except HeadraceError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise BadFile(f"{path}: isn't valid JSON ({e}); download it again.") from None
-    if not isinstance(value, dict):
-        raise BadFile(f"{path}: isn't a JSON object; download it again.")
-    return value
-
-
 def _ids(path: Path) -> dict[str, int]:
-    ids = _json(path)
-    if not ids or not all(isinstance(i, int) and 0 <= i < 1 << 24 for i in ids.values()):
+    found = read_object(path, MAX_TOKENIZER, "vocabulary")
+    ids = {name: i for name, i in found.items() if isinstance(i, int) and 0 <= i < 1 << 24}
+    if not ids or len(ids) < len(found):
         raise BadFile(f"{path}: doesn't map tokens to ids; download it again.")
     return ids

@@ -113,19 +113,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         self.budget = Budget()
+        # Not optimised: folding constants would work before there is a budget. Finalised is every value written.
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[loopcontrols, _Generation],
-            optimized=False,  # folding constants would work before there is a budget
-            finalize=self._built,  # of every value written
-        )
-        known = self.filters
-        self.filters = {name: self._charged(name, known[name]) for name in _FILTERS}
-        self.filters |= {"tojson": self._tojson, "counted_": self._counted, "concat_": self._concat}
-        self.filters["built_"] = self._built
-        self.globals = {"range": self.globals["range"], "dict": dict, "namespace": _Namespace}
-        self.globals["raise_exception"] = _raise
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], optimized=False,
+            finalize=self._built,
+        )  # fmt: skip
+        own = {"tojson": self._tojson, "counted_": self._counted, "concat_": self._concat, "built_": self._built}
+        self.filters = {**{name: self._charged(name, self.filters[name]) for name in _FILTERS}, **own}
+        self.globals = {
+            "range": self.globals["range"], "dict": dict, "namespace": _Namespace, "raise_exception": _raise,
+        }  # fmt: skip
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -195,20 +192,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return run
 
     def _counted(self, items: Iterable[Any]) -> Iterable[Any]:
-        """The same items. Known lengths stay known, because templates ask for loop.length."""
         return _Counted(items, self.budget)
 
     def _concat(self, parts: list[Any]) -> str:
         return "".join(map(str, self._built(parts)))
 
     def _tojson(
-        self,
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
+        self, value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
         sort_keys: bool = False,
-    ) -> str:
+    ) -> str:  # fmt: skip
         self._check("tojson", (indent,), {})
         out = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         self.budget.spend(len(out))
@@ -216,6 +208,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Counted:
+    """Items that spend as they pass. Known lengths stay known, because templates ask for loop.length."""
+
     def __init__(self, items: Iterable[Any], budget: Budget) -> None:
         self._items, self._budget = items, budget
 

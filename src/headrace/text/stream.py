@@ -27,12 +27,9 @@ class Stream:
 
     def push(self, token: int) -> str:
         """The text that is certain now; "" while a character is incomplete. A control token ends a character."""
-        if self._tokenizer.is_control(token):
-            if not self._special:
-                self._tokenizer.token_bytes(token)
-                return ""
-            return self.flush() + self._tokenizer.token_bytes(token).decode()
         data = self._tokenizer.token_bytes(token)
+        if self._tokenizer.is_control(token):
+            return self.flush() + data.decode() if self._special else ""
         if self._drop_space and data:
             self._drop_space = False
             data = data.removeprefix(b" ")

@@ -6,6 +6,7 @@ import datetime
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +87,9 @@ class ChatTemplate:
         return self._tokenizer.encode(prompt.marked, special=True, guard=prompt.guard)
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        reply: bool = True,
-        today: datetime.date | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Rendered:
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        reply: bool = True, today: datetime.date | None = None, variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:  # fmt: skip
         """The prompt for ``messages`` (``KEYS``; roles ``ROLES``).
 
         reply: end with the beginning of an answer. today: for templates that write the date; without it they see no
@@ -119,6 +115,7 @@ class ChatTemplate:
         from headrace.text.sandbox import Budget, Exhausted, Refused
 
         out: list[str] = []
+        what = "The chat template can't render these messages"
         try:
             with self._lock:
                 budget = self._sandbox.budget = Budget(size)
@@ -132,12 +129,9 @@ class ChatTemplate:
             raise BadFile(f"The chat template does what it may not ({why}); give another one.") from None
         except UndefinedError as e:
             hint = "pass today's date" if "strftime_now" in str(e) else "change them or give another template"
-            raise BadRequest(f"The chat template can't render these messages ({_short(e)}): {hint}.") from None
+            raise BadRequest(f"{what} ({_short(e)}): {hint}.") from None
         except Exception as e:  # a template may fail in any way that Python can
-            why = guard.remove(_short(e))
-            raise BadRequest(
-                f"The chat template can't render these messages ({why}): change them or give another template."
-            ) from None
+            raise BadRequest(f"{what} ({guard.remove(_short(e))}): change them or give another template.") from None
         return "".join(out)
 
 
@@ -200,13 +194,11 @@ def _content(content: Any, where: str) -> str:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Templates want a call's arguments as an object; clients send them as JSON text."""
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return dict(call)
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else dict(call)
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            if isinstance(arguments := json.loads(function["arguments"]), dict):
+                return {**call, "function": {**function, "arguments": arguments}}
+    return dict(call)
 
 
 def _texts(value: Any, depth: int = 0) -> Iterator[str]:

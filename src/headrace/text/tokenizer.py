@@ -101,9 +101,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise BadRequest(
-                f"The text has an unpaired surrogate at character {e.start}: send valid Unicode."
-            ) from None
+            raise BadRequest(f"The text has a lone surrogate at character {e.start}: send valid Unicode.") from None
         parts = self._control.split(text) if special else [text] if text else []
         if guard is not None:
             parts = [p if isinstance(p, int) else p.replace(guard, "") for p in parts]
