@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hash_model import HashModel
 from headrace.cluster.loopback import Loopback
+from headrace.errors import BadRequest
 from headrace.kernels.device import PAGE
 from headrace.run.head import Head
 from headrace.run.policy import NoGuesses
@@ -253,3 +254,19 @@ def test_fill_is_within_its_order(demands: list[tuple[int, bool]], rows: int, ru
 
 if __name__ == "__main__":
     pytest.main([__file__])
+
+
+@pytest.mark.parametrize("name", ["temperature", "repeat_penalty", "frequency_penalty", "presence_penalty"])
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), "1", None])
+def test_sampling_takes_finite_numbers(name: str, value: object) -> None:
+    """A whole number beyond all floats (JSON allows it) once was a TypeError."""
+    with pytest.raises(BadRequest, match=f"{name} is .*finite number"):
+        Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_sampling_refuses_by_name() -> None:
+    for name, value in (("top_k", 1.5), ("top_k", 2**31), ("top_p", 0.0), ("min_p", 1.1), ("repeat_penalty", 0),
+                        ("repeat_last_n", -2), ("seed", -1), ("choice", None), ("logprobs", 22)):  # fmt: skip
+        with pytest.raises(BadRequest, match=f"{name} is"):
+            Sampling(**{name: value})  # type: ignore[arg-type]
+    Sampling(temperature=2, top_k=0, top_p=1, min_p=0, repeat_penalty=1, repeat_last_n=-1, seed=2**64 - 1, logprobs=21)

@@ -22,7 +22,7 @@ from headrace.memory.link import Pace  # noqa: E402
 from headrace.model.layers import Model, load_model  # noqa: E402
 from headrace.options import Options  # noqa: E402
 from headrace.plan.plan import Place  # noqa: E402
-from headrace.run import placing, tiers  # noqa: E402
+from headrace.run import compute, placing, tiers  # noqa: E402
 from headrace.run.stage import Stage  # noqa: E402
 from headrace.run.types import Append, Cancel, Params, Row, RunMessage, Sampling, Step  # noqa: E402
 from headrace.setup import build  # noqa: E402
@@ -74,11 +74,12 @@ class Seen:
         self.logits: list[bytes] = []
         real = tiers.choose
 
-        def choose(device: Any, logits: Any, asked: Any) -> Any:
+        def choose(device: Any, logits: Any, run: Any) -> Any:
             self.logits.append(logits.tobytes())
-            return real(device, logits, asked)
+            return real(device, logits, run)
 
-        monkeypatch.setattr(tiers, "choose", choose)
+        for module in (tiers, compute):
+            monkeypatch.setattr(module, "choose", choose)
 
 
 PROMPTS = ["a prompt of some length, longer than one run of sixteen", "and one more", "x"]

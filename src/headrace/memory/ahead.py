@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from headrace.kernels.device import Device, Weight
-from headrace.memory.buffers import round_up
-from headrace.memory.weights import TENSOR_ALIGN
+from headrace.memory.weights import tensor_nbytes
 from headrace.model.layers import Layer, Model
 
 BUFFERS = 3
@@ -24,7 +23,7 @@ BUFFERS = 3
 
 def whole_nbytes(device: Device, layer: Layer) -> int:
     """Bytes of all a layer's tensors, shared ones too: what a buffer needs to hold it."""
-    return sum(round_up(device.packed_nbytes(p.fmt, p.n, p.k), TENSOR_ALIGN) for p in layer.tensors.values())
+    return sum(tensor_nbytes(device, p) for p in layer.tensors.values())
 
 
 class Buffer:
@@ -115,7 +114,7 @@ class Ahead:
             for name, p in self._model.layers[layer].tensors.items():
                 size = self._device.packed_nbytes(p.fmt, p.n, p.k)
                 found[name] = self._device.weight(p.fmt, p.n, p.k, memory[at : at + size])
-                at += round_up(size, TENSOR_ALIGN)
+                at += tensor_nbytes(self._device, p)
             self._weights[key] = found
         return self._weights[key]
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from headrace.formats.pack import PackFile
 from headrace.kernels.device import KVShape, Rows, Weight
 from headrace.memory.ahead import BUFFERS, Ahead, whole_nbytes
-from headrace.memory.buffers import allocate, round_up
+from headrace.memory.buffers import allocate
 from headrace.memory.link import Link
 from headrace.memory.stream import Streamed
-from headrace.memory.weights import TENSOR_ALIGN, Weights, pack_tensor
+from headrace.memory.weights import Weights, pack_tensor, tensor_nbytes
 from headrace.model.layers import Model
 
 if TYPE_CHECKING:
@@ -34,21 +34,14 @@ class Tiered(Ahead):
     lasting = True
 
     def __init__(
-        self,
-        device: TorchDevice,
-        host: TorchDevice,
-        model: Model,
-        homes: Mapping[int, str],
-        link: Link,
-        hosted: Weights,
-        packed: PackFile | None = None,
-        ahead: bool = True,
-    ) -> None:
+        self, device: TorchDevice, host: TorchDevice, model: Model, homes: Mapping[int, str], link: Link,
+        hosted: Weights, packed: PackFile | None = None, ahead: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(device, model, (i for i, home in homes.items() if home != "device"), ahead)
         self._near, self._link = device, link
         self._stay: dict[int, dict[str, TorchWeight]] = {}
         self.device_nbytes = 0
-        self._load([i for i, home in homes.items() if home == "device"])
+        self._load(host, [i for i, home in homes.items() if home == "device"])
         self._hosted = hosted
         disk = [i for i, home in homes.items() if home == "disk"]
         self.disk = None if packed is None else Streamed(host, model, disk, disk, packed, ahead=ahead)
@@ -60,7 +53,7 @@ class Tiered(Ahead):
         self._leaving: tuple[AbstractContextManager[Mapping[str, Weight]], Future[None]] | None = None
         self.start(device.empty(largest) for _ in range(count))
 
-    def _load(self, layers: Sequence[int]) -> None:
+    def _load(self, host: TorchDevice, layers: Sequence[int]) -> None:
         """Send the layers that stay, tensor by tensor; a shared one once."""
         there: dict[tuple[str, str], TorchWeight] = {}
         for index in layers:
@@ -71,8 +64,8 @@ class Tiered(Ahead):
                     size = self._near.packed_nbytes(plan.fmt, plan.n, plan.k)
                     staged = allocate(size)
                     pack_tensor(self._near, self._model, plan, staged)
-                    memory = self._near.empty(round_up(size, TENSOR_ALIGN))
-                    self._link.send("to_device", "load", [(memory[:size], _tensor(staged))]).result()
+                    memory = self._near.empty(tensor_nbytes(self._near, plan))
+                    self._link.send("to_device", "load", [(memory[:size], host.send(staged))]).result()
                     there[key] = self._near.weight(plan.fmt, plan.n, plan.k, memory)
                     self.device_nbytes += len(memory)
             self._stay[index] = {n: there[p.shares or (layer.key, n)] for n, p in layer.tensors.items()}
@@ -146,9 +139,3 @@ class DeviceKV:
     def close(self) -> None:
         """Give the memory back."""
         self._layers = {}
-
-
-def _tensor(buffer: Any) -> Any:
-    import torch
-
-    return torch.from_numpy(buffer)

@@ -103,9 +103,8 @@ class SlotPool:
                 refs[page] += 1
             if len(set(lease.free)) != len(lease.free):
                 wrong.append("a slot is free twice in one lease")
-            for slot in lease.free:
-                if slot // PAGE not in lease.pages:
-                    wrong.append(f"slot {slot} is free in a lease that does not own its page")
+            strays = [slot for slot in lease.free if slot // PAGE not in lease.pages]
+            wrong += [f"slot {slot} is free in a lease that does not own its page" for slot in strays]
         if refs != self._refs:
             wrong.append("page reference counts differ from the leases'")
         if sorted(self._free) != [p for p in range(self.total) if self._refs[p] == 0]:
@@ -136,9 +135,8 @@ class Table:
     def append(self, slots: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         end = self.length + len(slots)
         if end > self._slots.shape[0]:
-            size = max(end, 2 * self._slots.shape[0])
-            self._slots = np.concatenate([self.slots, np.empty(size - self.length, np.int32)])
-            self._tokens = np.concatenate([self.tokens, np.empty(size - self.length, np.int32)])
+            more = np.empty(max(end, 2 * self._slots.shape[0]) - self.length, np.int32)
+            self._slots, self._tokens = np.concatenate([self.slots, more]), np.concatenate([self.tokens, more])
         self._slots[self.length : end] = slots
         self._tokens[self.length : end] = tokens
         self.length = end

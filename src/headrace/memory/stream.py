@@ -69,15 +69,9 @@ class Streamed(Ahead):
     lasting = True
 
     def __init__(
-        self,
-        device: Device,
-        model: Model,
-        layers: Sequence[int],
-        streamed: Sequence[int],
-        packed: PackFile,
-        buffers: int = BUFFERS,
-        ahead: bool = True,
-    ) -> None:
+        self, device: Device, model: Model, layers: Sequence[int], streamed: Sequence[int], packed: PackFile,
+        buffers: int = BUFFERS, ahead: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(device, model, streamed, ahead)
         self._extents = {i: packed.layers[model.layers[i].key] for i in self.order}
         self.resident = Resident(device, model, [i for i in layers if i not in self._extents])

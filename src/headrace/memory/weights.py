@@ -6,11 +6,9 @@ fetched before and dropped after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
-
-import numpy as np
 
 from headrace.kernels.device import Bytes, Device, Weight
 from headrace.memory.buffers import allocate, round_up
@@ -40,13 +38,21 @@ class Weights(Protocol):
     def close(self) -> None: ...
 
 
+def tensor_nbytes(device: Device, plan: TensorPlan) -> int:
+    """Memory of a tensor in the device's layout, up to where the next one begins."""
+    return round_up(device.packed_nbytes(plan.fmt, plan.n, plan.k), TENSOR_ALIGN)
+
+
 def layer_nbytes(device: Device, layer: Layer) -> int:
     """Bytes of a layer's own tensors in the device's layout."""
-    return sum(
-        round_up(device.packed_nbytes(p.fmt, p.n, p.k), TENSOR_ALIGN)
-        for p in layer.tensors.values()
-        if p.shares is None
-    )
+    return sum(tensor_nbytes(device, p) for p in layer.tensors.values() if p.shares is None)
+
+
+def resident_nbytes(device: Device, model: Model, layers: Iterable[int]) -> int:
+    """Bytes of these layers in one memory, a shared tensor once."""
+    own = [model.layers[i] for i in layers]
+    tensors = {p.shares or (layer.key, name): p for layer in own for name, p in layer.tensors.items()}
+    return sum(tensor_nbytes(device, p) for p in tensors.values())
 
 
 def pack_tensor(device: Device, model: Model, plan: TensorPlan, out: Bytes) -> None:
@@ -68,34 +74,20 @@ class Resident:
     def __init__(self, device: Device, model: Model, layers: Sequence[int]) -> None:
         self._held: dict[int, dict[str, Weight]] = {}
         packed: dict[tuple[str, str], Bytes] = {}
-        own = {i: self._own(device, model.layers[i], packed) for i in layers}
         # One piece of memory, so that huge pages cover nearly all of it whatever the layers' sizes.
-        self.arena, at = allocate(sum(sum(sizes.values()) for sizes in own.values())), 0
+        self.arena, at = allocate(resident_nbytes(device, model, layers)), 0
         self.buffers: list[Bytes] = []
-        for index, sizes in own.items():
+        for index in layers:
             layer, start = model.layers[index], at
-            for name, size in sizes.items():
-                plan = layer.tensors[name]
-                view = self.arena[at : at + device.packed_nbytes(plan.fmt, plan.n, plan.k)]
-                pack_tensor(device, model, plan, view)
-                packed[plan.shares or (layer.key, name)] = view
-                at += size
+            self._held[index] = {}
+            for name, p in layer.tensors.items():
+                key = p.shares or (layer.key, name)
+                if key not in packed:
+                    packed[key] = self.arena[at : at + device.packed_nbytes(p.fmt, p.n, p.k)]
+                    pack_tensor(device, model, p, packed[key])
+                    at += tensor_nbytes(device, p)
+                self._held[index][name] = device.weight(p.fmt, p.n, p.k, packed[key])
             self.buffers.append(self.arena[start:at])
-            self._held[index] = {
-                name: device.weight(p.fmt, p.n, p.k, packed[p.shares or (layer.key, name)])
-                for name, p in layer.tensors.items()
-            }
-
-    @staticmethod
-    def _own(device: Device, layer: Layer, packed: dict[tuple[str, str], Bytes]) -> dict[str, int]:
-        """Bytes of the layer's tensors that no layer before it has brought; marks them as brought."""
-        sizes = {}
-        for name, plan in layer.tensors.items():
-            key = plan.shares or (layer.key, name)
-            if key not in packed:
-                packed[key] = np.empty(0, np.uint8)
-                sizes[name] = round_up(device.packed_nbytes(plan.fmt, plan.n, plan.k), TENSOR_ALIGN)
-        return sizes
 
     @property
     def nbytes(self) -> int:

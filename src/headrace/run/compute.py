@@ -53,18 +53,10 @@ class DeviceComputer:
     """Carries Steps of layers in ``programs``. A layer stays held until another is asked for."""
 
     def __init__(
-        self,
-        device: Device,
-        layers: Sequence[Layer],
-        own: Sequence[int],
-        width: int,
-        weights: Weights,
-        cache: Cache,
+        self, device: Device, layers: Sequence[Layer], own: Iterable[int], width: int, weights: Weights, cache: Cache
     ) -> None:
-        self.device = device
-        self.width = width
-        self.weights = weights
-        self.cache = cache
+        self.device, self.width = device, width
+        self.weights, self.cache = weights, cache
         self.last = len(layers) - 1
         self._programs: dict[int, Program] = {i: device.compile(layers[i].ops, width) for i in own}
         self._holding = -1
@@ -84,23 +76,19 @@ class DeviceComputer:
         if bound is None:
             bound = self._held(layer)
         elif self._context is not None:
-            self._release()
+            self.release()
         out = bound.run(run.x, rows, self.cache.layer(layer, rows))
         if layer == self.last:
             run.choices = self._answer(run, out)
 
     def _answer(self, run: Run, logits: F32) -> tuple[Choice, ...]:
-        asked = []
-        for i in (run.live[r] for r in run.rows.wanted.tolist()):
-            sampling, ids = run.history[i]
-            asked.append((i, sampling, ids, run.message.rows[i].position))
-        return choose(self.device, logits, asked)
+        return choose(self.device, logits, run)
 
     def _held(self, layer: int) -> BoundProgram:
         """The layer's program with its weights, held in place of the last one's if they don't simply stay."""
         if layer == self._holding and self._now is not None:
             return self._now
-        self._release()
+        self.release()
         context = self.weights.hold(layer)
         held = context.__enter__()
         if self.weights.stays(layer):
@@ -115,7 +103,8 @@ class DeviceComputer:
         self._context, self._now, self._holding = context, now, layer
         return now
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let the layer go that is held."""
         context, self._context, self._now, self._holding = self._context, None, None, -1
         if context is not None:
             context.__exit__(None, None, None)
@@ -125,7 +114,7 @@ class DeviceComputer:
 
     def close(self) -> None:
         """Give back what is held."""
-        self._release()
+        self.release()
         self._bound.clear()
         self._staying.clear()
         self.cache.close()

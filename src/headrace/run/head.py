@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 
-from headrace.memory.slots import SlotPool
+from headrace.memory.slots import SlotPool, pages_for
 from headrace.run.live import Counts, Flight, Live
-from headrace.run.policy import GuessPolicy, NoGuesses
+from headrace.run.policy import GuessPolicy
 from headrace.run.schedule import Demand, Order, Share, fill
 from headrace.run.tree import Node, graft
 from headrace.run.types import (
@@ -49,7 +50,7 @@ class Head:
         self.order = order
         self.epoch = epoch
         self.pool = SlotPool(pages)
-        self.policy: GuessPolicy = policy or NoGuesses()
+        self.policy = policy or GuessPolicy()
         self.live: dict[int, Live] = {}
         self.kept: dict[int, Live] = {}
         self.flights: dict[int, Flight] = {}
@@ -100,7 +101,7 @@ class Head:
 
     def fits(self, request: Request) -> bool:
         """Whether the request could ever be admitted."""
-        return (self._slots_needed(request) + 31) // 32 <= self.pool.total
+        return pages_for(self._slots_needed(request)) <= self.pool.total
 
     # --- admission --------------------------------------------------------------------------------------
 
@@ -111,29 +112,26 @@ class Head:
         while self.waiting and len(self.live) < self.order.sequences:
             request = self.waiting[0]
             live = self._start(request)
-            if live is None:
-                if self.live or not self.kept:
-                    if not self.live and not self.flights:
-                        self.waiting.popleft()
-                        effects.append(Finish(request.id, "too long"))
-                        continue
-                    return
+            if live is not None:
+                self.waiting.popleft()
+                self.live[live.seq] = live
+                self._turn.append(live.seq)
+                self._ops.append(Params(live.seq, request.sampling))
+                effects.append(Committed(live.seq, 0, tuple(live.tokens), sampling=request.sampling))
+            elif self.kept and not self.live:
                 self._forget(Forget(next(iter(self.kept))))
-                continue
-            self.waiting.popleft()
-            self.live[live.seq] = live
-            self._turn.append(live.seq)
-            self._ops.append(Params(live.seq, request.sampling))
-            effects.append(Committed(live.seq, 0, tuple(live.tokens), sampling=request.sampling))
+            elif self.live or self.flights:
+                return
+            else:
+                self.waiting.popleft()
+                effects.append(Finish(request.id, "too long"))
 
     def _start(self, request: Request) -> Live | None:
         """Lease slots for a request, sharing a kept sequence's common prefix; None when there is no room."""
         old = self.kept.get(request.continues) if request.continues is not None else None
         if old is not None:
-            most = min(old.launched, len(request.tokens) - 1)
-            same = 0
-            while same < most and old.tokens[same] == request.tokens[same]:
-                same += 1
+            pairs = zip(old.tokens[: old.launched], request.tokens[:-1], strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             shared = old.slots[:same]
             lease = self.pool.fork(shared, self._slots_needed(request) - same)
             if lease is not None:
@@ -174,8 +172,7 @@ class Head:
         """Commit as far as answers reach; drop what they prove wrong, keep the subtree under what they choose."""
         start = len(live.tokens)
         reason = ""
-        while live.tip.answer is not None and not reason:
-            choice = live.tip.answer
+        while (choice := live.tip.answer) is not None:
             reason = self._commit(live, choice, effects)
             if reason:
                 break
@@ -203,12 +200,11 @@ class Head:
         """Take a sampled token; returns why the sequence ends here, or ""."""
         if choice.token < 0:
             return "error"
+        effects.append(Emit(live.seq, choice.token, len(live.tokens), choice.logprob, choice.top))
         if choice.token in live.request.ends:
-            effects.append(Emit(live.seq, choice.token, len(live.tokens), choice.logprob, choice.top))
             return "end"
         live.tokens.append(choice.token)
         live.emitted += 1
-        effects.append(Emit(live.seq, choice.token, len(live.tokens) - 1, choice.logprob, choice.top))
         return "length" if live.emitted >= live.request.max_tokens else ""
 
     def _drop(self, live: Live, top: Node, cancels: dict[int, set[int]]) -> None:
@@ -329,8 +325,7 @@ class Head:
             last = end == len(live.tokens)
             for i, slot in enumerate(placed):
                 tip = live.tip if last and i == share.known - 1 else None
-                wanted = tip is not None
-                rows.append((Row(live.seq, start + i, live.tokens[start + i], slot, wanted), tip))
+                rows.append((Row(live.seq, start + i, live.tokens[start + i], slot, wanted=tip is not None), tip))
             if last:
                 live.tip.run = run
         return rows

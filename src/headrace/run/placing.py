@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import Unsupported
-from headrace.kernels.device import PAGE, Device
+from headrace.kernels.device import PAGE, Device, KVShape
 from headrace.kernels.ops import Attend
 from headrace.kernels.split import split
 from headrace.memory.ahead import BUFFERS, whole_nbytes
@@ -20,10 +20,11 @@ from headrace.memory.kv_disk import DiskKV, EitherKV, on_disk_nbytes, usual_fram
 from headrace.memory.link import PIECE, Link, Pace
 from headrace.memory.slots import pages_for
 from headrace.memory.stream import Streamed, pack
-from headrace.memory.weights import TENSOR_ALIGN, Resident, Weights
+from headrace.memory.weights import Resident, Weights, resident_nbytes, tensor_nbytes
 from headrace.model.layers import Layer, Model
 from headrace.plan.plan import Place, spread
-from headrace.run.tiers import Side, TieredComputer
+from headrace.run.compute import DeviceComputer
+from headrace.run.tiers import TieredComputer
 
 if TYPE_CHECKING:
     from headrace.kernels.torch_device import TorchDevice
@@ -37,23 +38,20 @@ AHEAD = 2
 def check_places(layers: Sequence[Layer], places: Sequence[Place]) -> None:
     """Unsupported, naming the layer, for a placement that this program can't carry out."""
     if len(places) != len(layers):
-        raise Unsupported(
-            f"The plan places {len(places)} layers and the model has {len(layers)}; make a plan for this model."
-        )
+        raise Unsupported(f"The plan places {len(places)} layers and the model has {len(layers)}; make one for it.")
     for layer, p in zip(layers, places, strict=True):
-        wrong = None
-        if p.weights not in TIERS or p.compute not in TIERS[:2]:
-            wrong = "weights lie in one of device, host, disk, and device or host computes"
-        elif p.compute == "host" and p.weights == "device":
-            wrong = "weights for the host's use must lie on the host or the disk"
-        elif layer.kv is not None and p.kv not in TIERS:
-            wrong = "its cache can lie on the device, the host or the disk"
-        elif layer.kv is not None and p.attend != ("device" if p.kv == "device" else "host"):
-            wrong = "its cache is attended where it lies, or at the host if that is the disk; caches aren't fetched"
-        elif layer.kv is not None and p.compute == "host" and p.kv == "device":
-            wrong = "a layer computed at the host needs its cache there"
-        if wrong is not None:
-            raise Unsupported(f"Layer {layer.key} can't be placed as {p}: {wrong}.")
+        cache, at_host = layer.kv is not None, p.compute == "host"
+        for wrong, why in (
+            (p.weights not in TIERS or p.compute not in TIERS[:2],
+             "weights lie in one of device, host, disk, and device or host computes"),
+            (at_host and p.weights == "device", "weights for the host's use must lie on the host or the disk"),
+            (cache and p.kv not in TIERS, "its cache can lie on the device, the host or the disk"),
+            (cache and p.attend != ("device" if p.kv == "device" else "host"),
+             "its cache is attended where it lies, or at the host if that is the disk; caches aren't fetched"),
+            (cache and at_host and p.kv == "device", "a layer computed at the host needs its cache there"),
+        ):  # fmt: skip
+            if wrong:
+                raise Unsupported(f"Layer {layer.key} can't be placed as {p}: {why}.")
 
 
 @dataclass(frozen=True)
@@ -80,14 +78,14 @@ class Job:
         """Own layers with this home of weights and this place of computing."""
         return [i for i in self.own if (self.places[i].weights, self.places[i].compute) == (weights, compute)]
 
-    def caches(self, kv: str, compute: str) -> list[int]:
-        """Own layers with a cache there, computed there."""
-        with_cache = [i for i in self.own if self.model.layers[i].kv is not None]
-        return [i for i in with_cache if (self.places[i].kv, self.places[i].compute) == (kv, compute)]
+    def caches(self, kv: str, compute: str) -> dict[int, KVShape]:
+        """Of own layers computed there, the caches that lie there."""
+        shapes, places = kv_shapes(self.model.layers, self.kv_bits), self.places
+        return {i: shapes[i] for i in self.own if i in shapes and (places[i].kv, places[i].compute) == (kv, compute)}
 
     def away(self, compute: str) -> list[int]:
         """Own layers computed there whose cache is on host or disk."""
-        return sorted(self.caches("host", compute) + self.caches("disk", compute))
+        return sorted([*self.caches("host", compute), *self.caches("disk", compute)])
 
     def frames(self, compute: str) -> int:
         """Of the caches on disk of layers computed there."""
@@ -96,30 +94,19 @@ class Job:
 
     def cache(self, device: Device, compute: str) -> EitherKV:
         """Caches on host and disk of layers computed there, attended by the host's ``device``."""
-        shapes = kv_shapes(self.model.layers, self.kv_bits)
-        disk, on_disk = None, {i: shapes[i] for i in self.caches("disk", compute)}
+        disk, on_disk = None, self.caches("disk", compute)
         if on_disk:
             assert self.kv_disk is not None
             disk = DiskKV(device, on_disk, self.pages, self.frames(compute), self.kv_disk, self.overlap)
-        return EitherKV(HostKV(device, {i: shapes[i] for i in self.caches("host", compute)}, self.pages), disk)
+        return EitherKV(HostKV(device, self.caches("host", compute), self.pages), disk)
 
     def cache_nbytes(self, device: Device, compute: str) -> int:
         """Host memory of ``cache``; what is on disk must have room there (Unavailable)."""
-        shapes = kv_shapes(self.model.layers, self.kv_bits)
-        held = self.pages * sum(device.page_nbytes(shapes[i]) for i in self.caches("host", compute))
-        on_disk = {i: shapes[i] for i in self.caches("disk", compute)}
+        held = self.pages * sum(map(device.page_nbytes, self.caches("host", compute).values()))
+        on_disk = self.caches("disk", compute)
         if not on_disk:
             return held
         return held + on_disk_nbytes(device, on_disk, self.pages, self.frames(compute), self.kv_disk)
-
-
-def resident_nbytes(device: Device, model: Model, layers: Iterable[int]) -> int:
-    """Bytes of these layers in one memory, a shared tensor once."""
-    sizes = {}
-    for layer in (model.layers[i] for i in layers):
-        for name, p in layer.tensors.items():
-            sizes[p.shares or (layer.key, name)] = round_up(device.packed_nbytes(p.fmt, p.n, p.k), TENSOR_ALIGN)
-    return sum(sizes.values())
 
 
 def take_device(budget: Budget, near: TorchDevice, job: Job) -> None:
@@ -131,7 +118,8 @@ def take_device(budget: Budget, near: TorchDevice, job: Job) -> None:
     budget.take("weights", resident_nbytes(near, model, job.where("device", "device")), "place fewer layers there")
     largest = max((whole_nbytes(near, layers[i]) for i in crossing), default=0)
     budget.take("weight buffers", min(BUFFERS, len(crossing)) * largest)
-    budget.take("KV cache", job.pages * _page(near, job), "place caches on the host")
+    pages = job.pages * sum(map(near.page_nbytes, job.caches("device", "device").values()))
+    budget.take("KV cache", pages, "place caches on the host")
     scratch = [_scratch(near, layers[i], model.spec.width, job.rows) for i in mine]
     budget.take("working buffers", max(scratch, default=0), "fewer rows a run would take less")
     budget.take("activations", AHEAD * 4 * rows * model.spec.width * job.runs)
@@ -148,8 +136,7 @@ def take_host(budget: Budget, host: TorchDevice, far: Device, link: Link, job: J
         extents = [round_up(whole_nbytes(device, layers[i])) for i in disk]
         buffers += min(BUFFERS, len(disk)) * max(extents, default=0)
     budget.take("streaming buffers", buffers)
-    staged = [host.packed_nbytes(p.fmt, p.n, p.k)
-              for i in job.where("device", "device") for p in layers[i].tensors.values()]  # fmt: skip
+    staged = [tensor_nbytes(host, p) for i in job.where("device", "device") for p in layers[i].tensors.values()]
     budget.take("loading", max(staged, default=0))
     budget.take("KV cache", job.cache_nbytes(host, "device") + job.cache_nbytes(far, "host"))
     scratch = [_scratch(far, layers[i], width, job.rows) for i in job.where("host", "host") + job.where("disk", "host")]
@@ -175,11 +162,6 @@ def _tables(device: TorchDevice, job: Job, attended: Iterable[int]) -> int:
     ops = [op for i in attended for op in job.model.layers[i].ops if isinstance(op, Attend)]
     each = device.tables_nbytes(job.rows, job.context, job.pages * PAGE)
     return len({op.window for op in ops}) * job.runs * each
-
-
-def _page(device: Device, job: Job) -> int:
-    shapes = kv_shapes(job.model.layers, job.kv_bits)
-    return sum(device.page_nbytes(shapes[i]) for i in job.caches("device", "device"))
 
 
 def _scratch(device: Device, layer: Layer, width: int, rows: int) -> int:
@@ -218,8 +200,6 @@ def assemble(
 ) -> TieredComputer:  # fmt: skip
     """Pack what lies on disk, load, and join. host: the host's device in PyTorch; far: the one that computes there."""
     model, layers = job.model, job.model.layers
-    shapes = kv_shapes(layers, job.kv_bits)
-    on_device = {i: shapes[i] for i in job.caches("device", "device")}
     near_host, far_host, far_disk = _host_layers(job, far is host)
     hosted = Resident(host, model, near_host)
     disk = job.where("disk", "device")
@@ -232,8 +212,8 @@ def assemble(
     if far_disk:
         streams = pack(far, model, far_disk, packs, tell)
         far_weights = Streamed(far, model, far_host + far_disk, far_disk, streams, ahead=job.overlap)
-    return TieredComputer(
-        layers, job.own, model.spec.width, job.places, near, near_weights,
-        DeviceKV(near, on_device, job.pages), Side(far, far_weights, job.cache(far, "host")),
-        (host, job.cache(host, "device")), link, job.rest,
-    )  # fmt: skip
+    far_own = [i for i in job.own if job.places[i].compute == "host"]
+    there = DeviceComputer(far, layers, far_own, model.spec.width, far_weights, job.cache(far, "host"))
+    near_cache = DeviceKV(near, job.caches("device", "device"), job.pages)
+    return TieredComputer(layers, job.own, job.places, near, near_weights, near_cache, there, host,
+                          job.cache(host, "device"), link, job.rest)  # fmt: skip

@@ -7,28 +7,29 @@ what the head tells it (runs launched and returned, answers judged), with the ti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from headrace.run.schedule import Order
 from headrace.run.tree import Node
 from headrace.run.types import Draft, Row
 
 
-class GuessPolicy(Protocol):
-    """What the head asks and tells. ``most_guesses``: slots a sequence may hold for guesses at a time."""
+class GuessPolicy:
+    """What the head asks and tells; as it stands here, nothing is guessed.
 
-    most_guesses: int
+    ``most_guesses``: slots a sequence may hold for guesses at a time.
+    """
+
+    most_guesses = 0
 
     def ready(self, seq: int, tip: Node, now: float) -> bool:
         """Whether what is known up to the tip may be launched now, or should wait for a draft to travel with it.
 
         Asked again at every event; a policy may wait only for what is sure to come (see ``Draft``).
         """
-        ...
+        return True
 
     def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
         """A draft came; ``fresh``: the nodes it added to the sequence's tree, parents first."""
-        ...
 
     def place(
         self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], free: bool, order: Order, now: float
@@ -39,45 +40,20 @@ class GuessPolicy(Protocol):
         at or past len(sizes) makes a run. A node's parent must be launched, or placed before it; a node goes no
         earlier than its parent's run. free: stage 0 has nothing to do.
         """
-        ...
-
-    def launched(self, run: int, rows: Sequence[tuple[Row, Node | None]], now: float) -> None: ...
-
-    def returned(self, run: int, rows: int, now: float) -> None:
-        """A run came back; ``rows``: those not cancelled."""
-        ...
-
-    def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
-        """The target has answered after ``tip``: ``chosen`` was right (or no guess was); others are in tip.children."""
-        ...
-
-    def over(self, seq: int) -> None: ...
-
-
-class NoGuesses:
-    """Plain decoding."""
-
-    most_guesses = 0
-
-    def ready(self, seq: int, tip: Node, now: float) -> bool:
-        return True
-
-    def drafted(self, seq: int, draft: Draft, fresh: Sequence[Node], now: float) -> None:
-        return None
-
-    def place(
-        self, tips: Sequence[tuple[int, Node]], sizes: Sequence[int], free: bool, order: Order, now: float
-    ) -> list[tuple[int, list[tuple[int, Node]]]]:
         return []
 
     def launched(self, run: int, rows: Sequence[tuple[Row, Node | None]], now: float) -> None:
-        return None
+        """A run was sent."""
 
     def returned(self, run: int, rows: int, now: float) -> None:
-        return None
+        """A run came back; ``rows``: those not cancelled."""
 
     def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
-        return None
+        """The target has answered after ``tip``: ``chosen`` was right (or no guess was); others are in tip.children."""
 
     def over(self, seq: int) -> None:
-        return None
+        """A sequence is finished."""
+
+
+class NoGuesses(GuessPolicy):
+    """Plain decoding."""

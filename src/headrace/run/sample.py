@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-from headrace.kernels.device import F32, I32
-from headrace.kernels.draw import Draw, Drawn
+from headrace.kernels.device import F32, I32, Device
+from headrace.kernels.draw import Draw
+from headrace.run.stage import Run
 from headrace.run.types import Choice, Sampling
 
 
-class Drawer(Protocol):
-    """A device that chooses tokens: ``logits`` [rows, vocab], a draw for each row."""
-
-    def sample(self, logits: F32, draws: Sequence[Draw]) -> list[Drawn]: ...
-
-
-def draw(sampling: Sampling, ids: I32, position: int) -> Draw:
+def draw(s: Sampling, ids: I32, position: int) -> Draw:
     """The draw of the token that follows the row at ``position``; ``ids``: those the penalties look back at.
 
     The noise is keyed by the new token's own position, so a guess and a plain row draw alike.
     """
     return Draw(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repeat_penalty=sampling.repeat_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        seed=sampling.seed,
-        choice=sampling.choice,
-        position=position + 1,
-        recent=ids,
-        bias=sampling.bias,
-        logprobs=sampling.logprobs,
-    )
+        s.temperature, s.top_k, s.top_p, s.min_p, s.repeat_penalty, s.frequency_penalty, s.presence_penalty,
+        s.seed, s.choice, position + 1, recent=ids, bias=s.bias, logprobs=s.logprobs,
+    )  # fmt: skip
 
 
-def choose(device: Drawer, logits: F32, asked: Sequence[tuple[int, Sampling, I32, int]]) -> tuple[Choice, ...]:
-    """Choices for rows of logits; asked: (row of the run, parameters, ids looked back at, position) of each."""
-    drawn = device.sample(logits, [draw(sampling, ids, position) for _, sampling, ids, position in asked])
-    return tuple(
-        Choice(row, max(d.token, -1), d.logprob, tuple(d.top)) for (row, _, _, _), d in zip(asked, drawn, strict=True)
-    )
+def choose(device: Device, logits: F32, run: Run) -> tuple[Choice, ...]:
+    """What a run's rows that want a token get, of their logits [wanted rows, vocab]."""
+    asked = [run.live[r] for r in run.rows.wanted.tolist()]
+    drawn = device.sample(logits, [draw(*run.history[i], run.message.rows[i].position) for i in asked])
+    return tuple(Choice(i, max(d.token, -1), d.logprob, tuple(d.top)) for i, d in zip(asked, drawn, strict=True))

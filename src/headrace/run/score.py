@@ -40,14 +40,9 @@ def log_probabilities(computer: ScoringComputer, ids: Sequence[int], rows: int =
     stage = Stage(0, total, total)
     for number, start in enumerate(range(0, len(ids) - 1, rows)):
         part = range(start, min(len(ids) - 1, start + rows))
-        message = RunMessage(
-            0,
-            number,
-            False,
-            (Append(0, tuple(part), tuple(ids[i] for i in part)), Params(0, Sampling())),
-            tuple(Row(0, i, ids[i], i, wanted=True) for i in part),
-        )
-        effects = stage.on_event(message, 0.0)
+        ops = Append(0, tuple(part), tuple(ids[i] for i in part)), Params(0, Sampling())
+        found = tuple(Row(0, i, ids[i], i, wanted=True) for i in part)
+        effects = stage.on_event(RunMessage(0, number, False, ops, found), 0.0)
         while effects and isinstance(effects[0], Step):
             computer.step(effects[0].layer, stage.runs[effects[0].run])
             effects = stage.on_event(effects[0], 0.0)

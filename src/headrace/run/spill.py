@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from headrace.formats.files import ScratchFile
 from headrace.memory.buffers import allocate, round_up
-from headrace.run.stage import Run
-
-
-class Computer(Protocol):
-    """Whoever computes a step on ``run.x``."""
-
-    def step(self, layer: int, run: Run) -> None: ...
+from headrace.run.stage import Computer, Run
 
 
 class Spilled:

@@ -168,9 +168,9 @@ class Stage:
             lengths.append(row.position - len(row.ancestors) if row.guess else row.position + 1)
         for i in live:
             seq = message.rows[i].seq
-            table = tables.get(seq)
-            if table is None:
-                table = tables[seq] = self.tables[seq]
+            if seq not in tables:
+                tables[seq] = self.tables[seq]
+            table = tables[seq]
             if not 0 <= lengths[i] <= table.length:
                 raise BadMessage(f"a row of sequence {seq} sees {lengths[i]} slots, {table.length} are committed")
         history = self._history(message, live) if self.end == self.total else {}
@@ -239,9 +239,8 @@ class Stage:
     def _compact(self, run: Run) -> None:
         """Take cancelled rows out, between layers."""
         gone = self.cancelled.pop(run.id, None)
-        if not gone or gone.isdisjoint(run.live):
-            return
-        run.keep([i for i in run.live if i not in gone])
+        if gone and not gone.isdisjoint(run.live):
+            run.keep([i for i in run.live if i not in gone])
 
     def _leave(self, run: Run, effects: list[StageEffect]) -> None:
         del self.runs[run.id]
@@ -258,12 +257,9 @@ class Stage:
 
     def check_integrity(self) -> list[str]:
         """What is wrong when no run should be here, as sentences; empty when all is well."""
-        wrong = []
-        if self.runs or self.block or self.blocks or self.gathering:
-            wrong.append(f"stage of layers {self.first} to {self.end - 1}: runs are left: {sorted(self.runs)}")
-        if self.cancelled:
-            wrong.append(f"stage of layers {self.first} to {self.end - 1}: cancels are left: {self.cancelled}")
-        return wrong
+        left = {"runs": self.runs or self.block or self.blocks or self.gathering, "cancels": self.cancelled}
+        where = f"stage of layers {self.first} to {self.end - 1}"
+        return [f"{where}: {what} are left: {which}" for what, which in left.items() if which]
 
 
 class Computer(Protocol):

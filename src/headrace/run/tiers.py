@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.kernels.device import F32, BoundProgram, Device, Rows, Weight
+from headrace.kernels.device import F32, Rows, Weight
 from headrace.kernels.split import Part, split
 from headrace.memory.device_weights import Tiered
 from headrace.memory.link import Direction, Link
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer
 from headrace.plan.plan import Place
-from headrace.run.compute import Cache, Traffic, from_disk
+from headrace.run.compute import Cache, DeviceComputer, Traffic, from_disk
 from headrace.run.sample import choose
 from headrace.run.stage import Run
 
@@ -44,69 +44,39 @@ class _Guest:
     x: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Side:
-    """Where layers are computed, with their weights and caches."""
-
-    device: Device
-    weights: Weights
-    cache: Cache
-
-
 class TieredComputer:
-    """Carries Steps of ``own`` layers: ``near`` on a device in PyTorch, ``far`` on the host's device.
+    """Carries Steps of ``own`` layers: near ones on a device in PyTorch, with ``weights`` and ``cache``, the others by
+    ``far``, on the host.
 
-    places: of every layer of the model. far_attention: the host's device in PyTorch, for caches on host or disk whose
-    layers are near, and those caches. rest: where residual rows wait between layers, if not on the device.
+    places: of every layer of the model. host, host_cache: the host's device in PyTorch, for caches on host or disk
+    whose layers are near, and those caches. rest: where residual rows wait between layers, if not on the device.
     """
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        own: Sequence[int],
-        width: int,
-        places: Sequence[Place],
-        near: TorchDevice,
-        near_weights: Weights,
-        near_cache: Cache,
-        far: Side,
-        far_attention: tuple[TorchDevice, Cache],
-        link: Link,
-        rest: str = "device",
-    ) -> None:
+        self, layers: Sequence[Layer], own: Sequence[int], places: Sequence[Place], near: TorchDevice, weights: Weights,
+        cache: Cache, far: DeviceComputer, host: TorchDevice, host_cache: Cache, link: Link, rest: str = "device",
+    ) -> None:  # fmt: skip
         self.device: TorchDevice = near
-        self.link = link
-        self.last, self.end, self.width = len(layers) - 1, max(own) + 1, width
-        self._places = places
-        self._near, self._far = Side(near, near_weights, near_cache), far
-        self._host, self._host_cache = far_attention
+        self.weights, self.cache, self.link = weights, cache, link
+        self.last, self.end, self.width = len(layers) - 1, max(own) + 1, far.width
+        self._far = far
+        self._host, self._host_cache = host, host_cache
         self._parts: dict[int, tuple[Part, ...]] = {}
+        self._here = {i for i in own if places[i].kv == "device"}
+        """Layers attended on the device."""
         for i in own:
             if places[i].compute == "device":
-                away = split(layers[i].ops)
-                self._parts[i] = (Part(True, layers[i].ops, ()),) if places[i].kv == "device" else away
-        self._programs = {i: far.device.compile(layers[i].ops, width) for i in own if places[i].compute == "host"}
-        self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
+                self._parts[i] = (Part(True, layers[i].ops, ()),) if i in self._here else split(layers[i].ops)
         self._guests: dict[int, _Guest] = {}
         self._rest = rest
         self.waited = 0.0
         """Seconds that steps waited for rows to cross."""
         self._holding = -1
         self._context: AbstractContextManager[Mapping[str, Weight]] | None = None
-        self._weights: Mapping[str, Weight] = {}
-
-    @property
-    def weights(self) -> Weights:
-        """Of the layers near."""
-        return self._near.weights
-
-    @property
-    def cache(self) -> Cache:
-        """Of the layers attended near."""
-        return self._near.cache
+        self._held: Mapping[str, Weight] = {}
 
     def traffic(self) -> Traffic:
-        near = self._near.weights
+        near = self.weights
         caches = [getattr(cache, "disk", None) for cache in (self._far.cache, self._host_cache)]
         disk = from_disk((getattr(near, "disk", None), self._far.weights, *caches))
         waited = disk.waited + self.waited + (near.waited if isinstance(near, Tiered) else 0.0)
@@ -114,26 +84,19 @@ class TieredComputer:
 
     def step(self, layer: int, run: Run) -> None:
         """Compute one layer of a run's live rows; see ``run.stage.Computer``."""
-        rows = run.rows
-        if layer == self.last and rows.wanted.shape[0] == 0:
+        if layer == self.last and run.rows.wanted.shape[0] == 0:
             return
-        weights = self._held(layer)
-        if layer in self._parts:
-            out = self._step_near(layer, run, weights)
-        else:
+        if layer not in self._parts:
+            self._release()
             self._to_host(run)
-            run.x = np.empty((rows.count, self.width), np.float32) if run.x is None else run.x
-            out = self._joined(layer, weights).run(run.x, rows, self._far.cache.layer(layer, rows))
-        if layer == self.last:
-            assert out is not None
-            asked = [(i, *run.history[i], run.message.rows[i].position) for i in self._wanted(run)]
-            run.choices = choose(self.device, out, asked)
+            self._far.step(layer, run)
+            return
+        self._far.release()
+        logits = self._step_near(layer, run, self._hold(layer))
+        if logits is not None:
+            run.choices = choose(self.device, logits, run)
         elif layer == self.end - 1 or self._rest != "device":
             self._to_host(run)
-
-    @staticmethod
-    def _wanted(run: Run) -> list[int]:
-        return [run.live[r] for r in run.rows.wanted.tolist()]
 
     # --- on the device ----------------------------------------------------------------------------------
 
@@ -150,8 +113,7 @@ class TieredComputer:
             if part.brings:
                 self._bring(part, side, other, guest.near.count, guest.near.padded)
             device: TorchDevice = self.device if part.near else self._host
-            attends_here = part.near and self._places[layer].kv == "device"
-            cache = (self._near.cache if attends_here else self._host_cache).layer(layer, guest.rows)
+            cache = (self.cache if layer in self._here else self._host_cache).layer(layer, guest.rows)
             execute(part.ops, side, weights, there, cache, device.at_once)
         guest.x = near["x"]
         if "logits" not in near:
@@ -166,10 +128,8 @@ class TieredComputer:
         for name in part.brings:
             side[name] = device.floats(padded, other[name].shape[1])
             pairs.append((side[name][:count], other[name][:count].contiguous()))
-        if part.near:
-            self._cross("to_device", "attention", pairs)
-        else:
-            self._cross("to_host", "qkv", pairs)
+        way: tuple[Direction, str] = ("to_device", "attention") if part.near else ("to_host", "qkv")
+        self._cross(*way, pairs)
 
     def _far_rows(self, guest: _Guest) -> TorchRows:
         if guest.far is None:
@@ -243,37 +203,25 @@ class TieredComputer:
 
     # --- holding ----------------------------------------------------------------------------------------
 
-    def _held(self, layer: int) -> Mapping[str, Weight]:
+    def _hold(self, layer: int) -> Mapping[str, Weight]:
         """The layer's weights; a layer stays held until another is asked for."""
         if layer != self._holding:
             self._release()
-            side = self._near if layer in self._parts else self._far
-            self._context = side.weights.hold(layer)
-            self._weights, self._holding = self._context.__enter__(), layer
-        return self._weights
-
-    def _joined(self, layer: int, weights: Mapping[str, Weight]) -> BoundProgram:
-        key = layer, id(weights)
-        if key not in self._bound:
-            bound = self._programs[layer].bind(weights)
-            if not self._far.weights.lasting:
-                return bound
-            self._bound[key] = weights, bound
-        return self._bound[key][1]
+            self._context = self.weights.hold(layer)
+            self._held, self._holding = self._context.__enter__(), layer
+        return self._held
 
     def _release(self) -> None:
-        context, self._context, self._weights, self._holding = self._context, None, {}, -1
+        context, self._context, self._held, self._holding = self._context, None, {}, -1
         if context is not None:
             context.__exit__(None, None, None)
 
     def close(self) -> None:
         """Give back what is held, weights, caches and link included."""
         self._release()
-        self._bound.clear()
+        self._far.close()
         self._guests.clear()
         self.device.unpin()
-        self._near.weights.close()
-        self._far.weights.close()
-        for cache in (self._near.cache, self._far.cache, self._host_cache):
-            cache.close()
+        for held in (self.weights, self._far.weights, self.cache, self._host_cache):
+            held.close()
         self.link.close()

@@ -77,6 +77,10 @@ class Recorder:
         self._latest: dict[int, int] = {}
         self._step: dict[int, tuple[int, int, float, int]] = {}
 
+    def time(self, now: float) -> float:
+        """By the clock, if there is one; else as the event says."""
+        return now if self.clock is None else self.clock()
+
     def anew(self) -> Recorder:
         """For stages and a head that begin again."""
         return Recorder(self.keep, self.clock)
@@ -108,7 +112,7 @@ class Recorder:
     def _event(
         self, number: int, steps: bool, stage: Stage, event: StageEvent, effects: Sequence[StageEffect], now: float
     ) -> None:
-        time = now if self.clock is None else self.clock()
+        time = self.time(now)
         if isinstance(event, RunMessage):
             self._here[number, event.run] = time, alive(event)
         elif steps and isinstance(event, Step):
@@ -204,18 +208,15 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def _now(self, now: float) -> float:
-        return now if self.recorder.clock is None else self.recorder.clock()
-
     def launched(self, run: int, rows: Sequence[tuple[Row, Node | None]], now: float) -> None:
         if len(self.recorder.fates) < MOST:
             guesses = sum(row.guess for row, _ in rows)
-            self.recorder.fates[run] = Fate(self._now(now), len(rows) - guesses, guesses)
+            self.recorder.fates[run] = Fate(self.recorder.time(now), len(rows) - guesses, guesses)
         self.inner.launched(run, rows, now)
 
     def returned(self, run: int, rows: int, now: float) -> None:
         if fate := self.recorder.fates.get(run):
-            fate.returned = self._now(now)
+            fate.returned = self.recorder.time(now)
         self.inner.returned(run, rows, now)
 
     def judged(self, seq: int, tip: Node, chosen: Node | None, now: float) -> None:
@@ -238,10 +239,8 @@ def chrome_trace(seen: Recorder, names: Sequence[str], targets: int) -> str:
     the stage before.
     """
     visits = {(v.stage, v.run): v for v in seen.visits}
-    starts = (
-        [f.launched for f in seen.fates.values()] + [v.arrived for v in seen.visits] + [s.start for s in seen.spans]
-    )
-    zero = min(starts, default=0.0)
+    launched, arrived = [f.launched for f in seen.fates.values()], [v.arrived for v in seen.visits]
+    zero = min([*launched, *arrived, *(s.start for s in seen.spans)], default=0.0)
     events = [_named(0, "head"), *(_named(i + 1, name) for i, name in enumerate(names))]
     for run, fate in seen.fates.items():
         if fate.returned is not None:

@@ -69,27 +69,20 @@ def graft(tip: Node, known: list[int], draft: Draft) -> list[Node]:
     known: the sequence's tokens, the tip's last. Returns the nodes that are new, parents first.
     A draft is relative to its base; tokens committed since select a path through it, the rest is lost.
     """
-    base = draft.base
-    tail = draft.tail
+    base, tail = draft.base, draft.tail
     if base > len(known) or tuple(known[base - len(tail) : base]) != tail:
         return []
-    since = known[base:]
-    # at[i]: the node guess i became; depth of a guess that is on the committed path counts tokens since base.
-    at: list[Node | int | None] = []
+    root, passed = tip, set[Node]()
+    for token in reversed(known[base:]):  # the path from the draft's base to the tip, where nothing grows any more
+        above, root = root, Node(token, -1)
+        root.children[token] = above
+        passed.add(root)
+    at: list[Node | None] = []  # what each guess became
     added: list[Node] = []
     for guess in draft.guesses:
-        below: Node | int | None = (tip if not since else 0) if guess.parent < 0 else at[guess.parent]
-        if isinstance(below, int):
-            if since[below] != guess.token:
-                at.append(None)
-            else:
-                at.append(tip if below + 1 == len(since) else below + 1)
-            continue
-        if below is None:
-            at.append(None)
-            continue
-        node = below.children.get(guess.token)
-        if node is None:
+        below = root if guess.parent < 0 else at[guess.parent]
+        node = None if below is None else below.children.get(guess.token)
+        if node is None and below is not None and below not in passed:
             node = Node(guess.token, below.position + 1, below)
             node.probability, node.rank, node.drafter = guess.probability, guess.rank, guess.drafter
             below.children[guess.token] = node

@@ -5,11 +5,10 @@ A run is described once, by its ``RunMessage``; head, stages, drafters and every
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import NamedTuple, TypeAlias
-
-import numpy as np
+from typing import Any, NamedTuple, TypeAlias
 
 from headrace.errors import BadRequest
 from headrace.kernels.device import F32, I32
@@ -40,27 +39,10 @@ class Sampling:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "repeat_last_n", "seed", "choice", "logprobs"):
-            if not isinstance(getattr(self, name), int):
-                raise BadRequest(f"{name} is {getattr(self, name)!r}; it must be a whole number")
-        for name in ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"):
-            if not isinstance(getattr(self, name), Real):
-                raise BadRequest(f"{name} is {getattr(self, name)!r}; it must be a number")
-        checks = (
-            (np.isfinite(self.temperature), "temperature", "a finite number"),
-            (0 <= self.top_k < 2**31, "top_k", "from 0 to 2^31 - 1"),
-            (0.0 < self.top_p <= 1.0, "top_p", "over 0 and at most 1"),
-            (0.0 <= self.min_p <= 1.0, "min_p", "from 0 to 1"),
-            (self.repeat_penalty > 0.0 and np.isfinite(self.repeat_penalty), "repeat_penalty", "over 0"),
-            (self.repeat_last_n >= -1, "repeat_last_n", "-1 (all), 0 (none) or a count"),
-            (np.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number"),
-            (np.isfinite(self.presence_penalty), "presence_penalty", "a finite number"),
-            (0 <= self.seed < 2**64, "seed", "from 0 to 2^64 - 1"),
-            (0 <= self.logprobs <= 21, "logprobs", "from 0 to 21"),
-        )
-        for good, name, want in checks:
-            if not good:
-                raise BadRequest(f"{name} is {getattr(self, name)}; it must be {want}")
+        for name, (kind, good, want) in LIMITS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or not good(value):
+                raise BadRequest(f"{name} is {value!r}; it must be {want}")
 
     @property
     def looks_back(self) -> bool:
@@ -83,6 +65,24 @@ class Request:
     """A kept request whose cache may be taken over (chat); only the common prefix is used."""
     keep: bool = False
     """Keep the cache when finished, for a later request that continues it; ``Forget`` gives it back."""
+
+
+LIMITS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (Real, lambda v: abs(v) < HUGE, "a finite number"),
+    "top_k": (int, lambda v: 0 <= v < 2**31, "a whole number from 0 to 2^31 - 1"),
+    "top_p": (Real, lambda v: 0 < v <= 1, "a number over 0 and at most 1"),
+    "min_p": (Real, lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+    "repeat_penalty": (Real, lambda v: 0 < v < HUGE, "a finite number over 0"),
+    "repeat_last_n": (int, lambda v: v >= -1, "-1 (all), 0 (none) or a whole number"),
+    "frequency_penalty": (Real, lambda v: abs(v) < HUGE, "a finite number"),
+    "presence_penalty": (Real, lambda v: abs(v) < HUGE, "a finite number"),
+    "seed": (int, lambda v: 0 <= v < 2**64, "a whole number from 0 to 2^64 - 1"),
+    "choice": (int, lambda v: True, "a whole number"),
+    "logprobs": (int, lambda v: 0 <= v <= 21, "a whole number from 0 to 21"),
+}
+"""Of ``Sampling``: a value's kind, whether it will do, and what it must be."""
+HUGE = 3e38
+"""Beyond it lie numbers that f32 doesn't have."""
 
 
 # --- cache operations -----------------------------------------------------------------------------------
