@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
-from headrace.cluster.wire import HEADER, Data, header, open_message
+from headrace.cluster.wire import Data, open_message, with_header
 from headrace.errors import BadMessage
 from headrace.run.types import PROTOCOL
 
@@ -162,15 +162,15 @@ _PART = struct.Struct("<BIQ16s")
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
 
-def pack(message: Control) -> bytes:
+def pack(message: Control) -> bytearray:
     """A control message as bytes. A text that is too long is cut."""
     if isinstance(message, Part):
         fixed = _PART.pack(message.which, message.file, message.offset, message.sum)
-        return b"".join((header(27, PROTOCOL, HEADER.size + _PART.size + len(message.data)), fixed, message.data))
+        return with_header(27, PROTOCOL, (fixed, message.data))
     if isinstance(message, Failure) and len(message.text) > MOST // 8:
         message = Failure(message.text[: MOST // 8])
     body = json.dumps(asdict(message)).encode()
-    return header(_NUMBERS[type(message)], PROTOCOL, HEADER.size + len(body)) + body
+    return with_header(_NUMBERS[type(message)], PROTOCOL, (body,))
 
 
 def unpack(data: Data) -> Control:

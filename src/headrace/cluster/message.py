@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from headrace.cluster.wire import HEADER, Data, Reader, below, header, open_message
+from headrace.cluster.wire import HEADER, Data, Reader, below, open_message, with_header
 from headrace.errors import BadMessage, BadRequest
 from headrace.run.types import (
     PROTOCOL,
@@ -52,7 +52,6 @@ _PASSED = struct.Struct("<Q")
 _DRAFT = struct.Struct("<QIIIB")
 _COMMITTED = struct.Struct("<QIIB")
 _KIND = struct.Struct("<B")
-_APPEND = struct.Struct("<BQI")
 _APPEND_BODY = struct.Struct("<QI")
 _FORK = struct.Struct("<BQQI")
 _FORK_BODY = struct.Struct("<QQI")
@@ -76,14 +75,10 @@ class Limits:
 # --- packing --------------------------------------------------------------------------------------------
 
 
-def pack(message: Message) -> bytes:
+def pack(message: Message) -> bytearray:
     """A message as bytes; ``unpack`` gives it back."""
     kind, parts = _PACK[type(message)](message)
-    return b"".join((header(kind, PROTOCOL, HEADER.size + sum(map(_size, parts))), *parts))
-
-
-def _size(part: Data) -> int:
-    return part.nbytes if isinstance(part, memoryview) else len(part)
+    return with_header(kind, PROTOCOL, parts)
 
 
 def _run(message: RunMessage) -> tuple[int, list[Data]]:
@@ -117,7 +112,7 @@ def _run(message: RunMessage) -> tuple[int, list[Data]]:
 def _op(op: CacheOp) -> bytes:
     if isinstance(op, Append):
         n = len(op.slots)
-        return _APPEND.pack(APPEND, op.seq, n) + struct.pack(f"<{n}I{n}I", *op.slots, *op.tokens)
+        return struct.pack(f"<BQI{2 * n}I", APPEND, op.seq, n, *op.slots, *op.tokens)
     if isinstance(op, Fork):
         return _FORK.pack(FORK, op.seq, op.source, op.length)
     if isinstance(op, Free):

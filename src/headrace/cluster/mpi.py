@@ -1,8 +1,12 @@
-"""MPI, owned by one thread a process: it initialises, sends, polls and finalises; nobody else calls MPI.
+"""MPI, used by one thread at a time (MPI_THREAD_SERIALIZED): a lock says whose turn it is.
 
-So the lowest level of thread support is enough. The thread polls with Improbe, spins for 50 us after traffic and then
-sleeps between polls, a 64th of the silence so far, from 50 us to 10 ms: a reply is found late by at most a few per
-cent of what was waited for, and an idle rank costs next to nothing (a blocked Recv burns a core).
+A thread of its own initialises, finalises, and does what is to be done while the computing thread computes. A thread
+that sends does so itself when nobody else is at MPI, and one that waits polls itself, so that a message is handed from
+thread to thread only by accident. Where MPI allows one thread only, that is the one that always has the lock.
+
+Polls are with Improbe (a blocked Recv burns a core). Silences before a reply are mostly alike, so who waits sleeps
+until shortly before the shortest of the last ones, looks without pause for a while, at most a millisecond, and then
+sleeps a 64th of the silence so far, from 50 us to 10 ms: an idle rank costs next to nothing.
 """
 
 from __future__ import annotations
@@ -12,32 +16,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
-
-import mpi4py
-import numpy as np
+from functools import partial
 
 from headrace.cluster import handshake, message
 from headrace.cluster.handshake import Control, Ping, Stop, Want
 from headrace.cluster.members import CONTROL, Arrival
 from headrace.cluster.message import Limits, Message
-from headrace.cluster.wire import MOST
+from headrace.cluster.mpi_transfers import MPI, Transfers
+from headrace.cluster.pulse import LEAST, LONGEST, PATIENCE, Peers, Silences
 from headrace.errors import BadMessage, HeadraceError, Lost, Unavailable
 from headrace.system import fine_timer
 
-mpi4py.rc.initialize = False
-mpi4py.rc.finalize = False
-from mpi4py import MPI  # noqa: E402
-
-SPIN = 50e-6
-LEAST, LONGEST = 50e-6, 10e-3
-"""Seconds between polls."""
-EAGER = 64 << 10
-"""Larger messages are received while others go on."""
-BEAT = 1.0
-"""Seconds without a message to a watched peer after which it is told that this rank lives."""
-PATIENCE = 15.0
-"""Seconds of silence after which a watched peer counts as lost."""
+CALM = 1e-3
+"""Seconds between polls, at least, while the computing thread has something to do."""
 FAREWELL = 5.0
 """Seconds that leaving may take."""
 NAME = 64
@@ -48,7 +39,7 @@ GONE = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
 
 class Link:
-    """This process in the MPI job: ``send``, ``receive`` and ``wait``, to be called from one thread.
+    """This process in the MPI job. ``receive`` and ``wait`` are to be called from one thread, ``send`` from any.
 
     limits: what each of this rank's addresses accepts; set it before others may send there. hosts: of all ranks;
     origins: the numbers they were started with; gone: names of those that were there before the last ``reform``.
@@ -64,20 +55,21 @@ class Link:
         self.limits: dict[int, Limits] = {}
         self.asked: Callable[[int, Want], None] | None = None
         self.sent: Counter[tuple[int, str]] = Counter()
-        self._watched: dict[int, float] = {}
-        self._spoken: dict[int, float] = {}
+        self._peers, self._silences = Peers(), Silences()
         self._outbox: deque[tuple[int, int, Message | Control]] = deque()
         self._inbox: deque[Arrival] = deque()
-        self._wake, self._arrived = threading.Lock(), threading.Lock()
+        self._mpi, self._wake = threading.Lock(), threading.Lock()
+        """Held by the thread that is at MPI; rung for whoever sleeps between polls."""
+        self._shared = False
+        self._failed: Exception | None = None
         self._leaving = self._left = self.lost = False
-        self._sending: list[tuple[Any, bytes]] = []
-        self._incoming: list[tuple[int, int, Any, memoryview]] = []
-        self._status = MPI.Status()
-        self._last = 0.0
+        self._moved = 0.0
+        self._latest: tuple[memoryview, Limits] | None = None
         self._broken = self._regroup = self._headless = False
-        self._kept: list[object] = []
-        """Buffers of transfers that will never end: MPI may still know them."""
+        self._kept: list[Transfers] = []
+        """What will never end: MPI may still know its buffers."""
         self._ready = threading.Event()
+        fine_timer()  # of this thread and the one it starts
         self._thread = threading.Thread(target=self._main, name="mpi", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -96,7 +88,7 @@ class Link:
     def send(self, rank: int, to: int, message: Message | Control) -> None:
         """Queue a message. Its arrays must not be written to afterwards."""
         self._outbox.append((rank, to, message))
-        _release(self._wake)
+        self._at_mpi(0.0, self._post)
 
     def receive(self) -> Arrival | None:
         """What has come, in order of arrival; None when nothing has. Raises what went wrong on the way."""
@@ -109,16 +101,58 @@ class Link:
 
     def wait(self, seconds: float) -> None:
         """Sleep until something has come, at most so long."""
-        if not self._inbox:
-            self._arrived.acquire(timeout=seconds)
+        end = time.monotonic() + seconds
+        while not self._inbox and (left := end - time.monotonic()) > 0:
+            self._at_mpi(min(left, CALM), partial(self._attend, end))
+            if self._failed:
+                time.sleep(CALM)
+
+    def _at_mpi(self, patience: float, work: Callable[[], object]) -> None:
+        """Do that with MPI, if it is free within so many seconds. What goes wrong is for MPI's own thread to hear."""
+        if self._mpi.acquire(timeout=patience):
+            try:
+                if self._failed is None:
+                    work()
+            except Exception as error:
+                self._failed = error
+            finally:
+                self._mpi.release()
+        if self._outbox or self._under_way.busy or self._failed:
+            _release(self._wake)
+
+    def _attend(self, end: float) -> None:
+        """Do MPI's work until something has come or it is so late."""
+        before, waited, warm = self._moved, False, False
+        while True:
+            self._work()
+            now = time.monotonic()
+            if self._inbox or now >= end:
+                break
+            waited = True
+            nap = self._silences.nap(now - before)
+            if nap:
+                warm = False
+                self._beat(now)
+                self._wake.acquire(timeout=min(LEAST if self._under_way.busy else nap, end - now))
+            elif not warm:
+                warm = True
+                self._rehearse()
+        if waited and self._inbox:
+            self._silences.ended(now - before)
+
+    def _rehearse(self) -> None:
+        """Read the last message once more, so that what reads the next is in the caches: a third of a hop's time."""
+        if self._latest is not None:
+            message.unpack(*self._latest)
 
     def fail(self, error: HeadraceError) -> None:
         """Let ``receive`` raise this; from any thread."""
         self._tell(-1, error)
+        _release(self._wake)
 
     def watch(self, ranks: Sequence[int]) -> None:
         """From now on these must be heard from; a silent one becomes a ``Lost`` in ``receive``."""
-        self._watched = dict.fromkeys(ranks, time.monotonic())
+        self._peers.watch(ranks, time.monotonic())
         _release(self._wake)
 
     def reform(self) -> bool:
@@ -129,7 +163,7 @@ class Link:
         """
         if not self._broken:
             return False
-        self._watched = {}
+        self._peers = Peers()
         self.limits.clear()
         self._ready.clear()
         self._regroup = True
@@ -141,7 +175,7 @@ class Link:
 
     def leave(self) -> bool:
         """Send what is queued and leave MPI, waiting for the other ranks unless one is lost. False: took too long."""
-        self._watched = {}
+        self._peers = Peers()
         self._leaving = True
         _release(self._wake)
         self._thread.join(FAREWELL)
@@ -151,17 +185,17 @@ class Link:
         if self._inbox and isinstance(self._inbox[0].message, HeadraceError):
             raise self._inbox[0].message
 
-    # --- the communication thread -----------------------------------------------------------------------
+    # --- MPI's own thread -------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        fine_timer()
+        self._mpi.acquire()
         try:
-            MPI.Init_thread(MPI.THREAD_FUNNELED)
+            self._shared = MPI.Init_thread(MPI.THREAD_SERIALIZED) >= MPI.THREAD_SERIALIZED
             comm: MPI.Intracomm | None = MPI.COMM_WORLD
             while comm is not None:
                 try:
                     self._meet(comm)
-                    self._work(comm)
+                    self._stand_in()
                     break
                 except MPI.Exception as error:
                     if error.Get_error_class() not in GONE:
@@ -181,6 +215,7 @@ class Link:
         """Learn everybody's host and number."""
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, size = comm.Get_rank(), comm.Get_size()
+        self._under_way = Transfers(comm, self._deliver)
         own, names = bytearray(NAME), bytearray(NAME * size)
         own[:] = MPI.Get_processor_name().encode()[:NAME].ljust(NAME, b"\0")
         comm.Allgather([own, MPI.BYTE], [names, MPI.BYTE])
@@ -207,126 +242,93 @@ class Link:
             if self._leaving:
                 return None
             self._wake.acquire(timeout=LONGEST)
-        self._kept += [*self._sending, *self._incoming]
-        self._sending, self._incoming = [], []
+        self._kept.append(self._under_way)
         self._outbox.clear()
         self._inbox.clear()
         self._broken = self._regroup = False
         smaller: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]
         return smaller
 
-    def _work(self, comm: MPI.Intracomm) -> None:
-        self._last = moved = time.monotonic()
+    def _stand_in(self) -> None:
+        """Do MPI's work while nobody else does; returns when this process has sent all and wants to leave."""
+        self._moved = time.monotonic()
         while True:
-            busy = self._post(comm)
-            busy |= self._collect(comm)
-            now = time.monotonic()
-            if busy:
-                moved = now
-            elif self._leaving and not self._outbox and not self._sending:
+            self._work()
+            if self._leaving and not self._outbox and not self._under_way.sending:
                 return
-            quiet = now - moved
-            if quiet < SPIN:
-                continue
-            self._beat(now)
-            waiting = bool(self._sending or self._incoming)
-            self._wake.acquire(timeout=LEAST if waiting else min(max(quiet / 64, LEAST), LONGEST))
+            self._beat(time.monotonic())
+            busy = self._under_way.busy
+            if self._shared:
+                self._mpi.release()
+            rung = self._wake.acquire(timeout=LEAST if busy else self._calm())
+            while self._shared and not self._mpi.acquire(blocking=False):
+                if rung:
+                    _release(self._wake)  # it was for the one who waits
+                rung = False
+                time.sleep(self._calm())
+            if self._failed is not None:
+                failed, self._failed = self._failed, None
+                raise failed
 
-    def _post(self, comm: MPI.Intracomm) -> bool:
-        """Start sending what is queued; forget what is sent. Whether there was anything but pings, as ``_collect``."""
-        busy = False
+    def _calm(self) -> float:
+        """Seconds between polls that nobody waits for."""
+        return min(max((time.monotonic() - self._moved) / 64, CALM), 2 * LONGEST)
+
+    # --- MPI's work, for whose turn it is ---------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Send what is queued and take what has come."""
+        self._post()
+        self._under_way.poll()
+
+    def _post(self) -> None:
+        """Start sending what is queued."""
         while self._outbox:
             rank, to, what = self._outbox.popleft()
-            busy |= not isinstance(what, Ping)
             data = handshake.pack(what) if to == CONTROL else message.pack(what)  # type: ignore[arg-type]
-            self._sending.append((comm.Isend([data, MPI.BYTE], rank, to - CONTROL), data))
-            self._spoken[rank] = time.monotonic()
+            self._under_way.send(rank, to - CONTROL, data)
+            now = time.monotonic()
+            self._peers.spoken(rank, now)
+            if not isinstance(what, Ping):
+                self._moved = now
             self.sent[to, "messages"] += 1
             self.sent[to, "bytes"] += len(data)
-        if self._sending:
-            self._sending = [entry for entry in self._sending if not entry[0].Test()]
-        return busy
 
-    def _collect(self, comm: MPI.Intracomm) -> bool:
-        """Take what has come. Messages of one source stay in order, but for cancels."""
-        status, busy = self._status, False
-        while (probed := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
-            source, to, size = status.Get_source(), status.Get_tag() + CONTROL, status.Get_count(MPI.BYTE)
-            if not 0 <= size <= MOST:
-                raise MPI.Exception(MPI.ERR_COUNT)
-            buffer = np.empty(size, np.uint8).data
-            request = None
-            if size <= EAGER:
-                probed.Recv([buffer, MPI.BYTE])
-            else:
-                request = probed.Irecv([buffer, MPI.BYTE])
-            if self._incoming or request is not None:
-                self._incoming.append((source, to, request, buffer))
-                busy = True
-            else:
-                busy |= self._deliver(source, to, buffer)
-        if self._incoming:
-            busy |= self._complete()
-        return busy
-
-    def _complete(self) -> bool:
-        """Deliver what has wholly come, unless something earlier of the same source hasn't."""
-        left: list[tuple[int, int, Any, memoryview]] = []
-        blocked: set[int] = set()
-        for entry in self._incoming:
-            source, to, request, buffer = entry
-            here = request is None or request.Test()
-            if here and (source not in blocked or buffer[3] == message.CANCEL):
-                self._deliver(source, to, buffer)
-            else:
-                blocked.add(source)
-                left.append((source, to, None if here else request, buffer))
-        delivered = len(left) < len(self._incoming)
-        self._incoming = left
-        return delivered
-
-    def _deliver(self, source: int, to: int, data: memoryview) -> bool:
-        """Unpack a message into the inbox; False for a ping, which is none for anybody."""
-        if source in self._watched:
-            self._watched[source] = time.monotonic()
+    def _deliver(self, source: int, tag: int, data: memoryview) -> None:
+        """Unpack a message into the inbox."""
+        to = tag + CONTROL
+        now = time.monotonic()
+        self._peers.heard(source, now)
+        said: Message | Control | HeadraceError
         try:
-            if to == CONTROL:
-                said = handshake.unpack(data)
-                if isinstance(said, Ping):
-                    return False
-                if isinstance(said, Want) and self.asked is not None:
-                    self.asked(source, said)
-                else:
-                    self._tell(source, said)
-                return True
-            limits = self.limits.get(to)
-            if limits is None:
-                raise BadMessage("a message is for somebody who isn't here")
-            found = message.unpack(data, limits)
+            said = handshake.unpack(data) if to == CONTROL else message.unpack(data, self._expected(to))
         except BadMessage as error:
-            self._tell(source, BadMessage(f"From {self.name(source)}: {error}."))
-            return True
-        self._inbox.append(Arrival(source, to, found))
-        _release(self._arrived)
-        return True
+            said = BadMessage(f"From {self.name(source)}: {error}.")
+        if isinstance(said, Ping):
+            return
+        self._moved = now
+        if to != CONTROL and not isinstance(said, HeadraceError) and time.monotonic() - now < LEAST * 4:
+            self._latest = data, self.limits[to]
+        if isinstance(said, Want) and self.asked is not None:
+            self.asked(source, said)
+        else:
+            self._inbox.append(Arrival(source, to, said))
+
+    def _expected(self, to: int) -> Limits:
+        if to not in self.limits:
+            raise BadMessage("a message is for somebody who isn't here")
+        return self.limits[to]
 
     def _tell(self, source: int, what: Control | HeadraceError) -> None:
         self._inbox.append(Arrival(source, CONTROL, what))
-        _release(self._arrived)
 
     def _beat(self, now: float) -> None:
-        """Say that this rank lives, and notice who says nothing. Time in which this thread didn't run doesn't count."""
-        late, self._last = now - self._last, now
-        for rank, heard in list(self._watched.items()):
-            if late > BEAT:
-                self._watched[rank] = heard = heard + late
-            if now - self._spoken.get(rank, 0.0) > BEAT:
-                self._outbox.append((rank, CONTROL, Ping()))
-                self._spoken[rank] = now
-            if now - heard > PATIENCE:
-                del self._watched[rank]
-                self.lost = True
-                self._tell(rank, Lost(_SILENT.format(_first_upper(self.name(rank)), PATIENCE)))
+        """Say that this rank lives, and notice who says nothing."""
+        mute, lost = self._peers.beat(now)
+        self._outbox.extend((rank, CONTROL, Ping()) for rank in mute)
+        for rank in lost:
+            self.lost = True
+            self._tell(rank, Lost(_SILENT.format(_first_upper(self.name(rank)), PATIENCE)))
 
 
 _SILENT = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -88,10 +88,13 @@ def below(values: Sequence[int], limit: int, what: str) -> None:
         raise BadMessage(f"a {what} is {max(values)}; it must be under {limit}")
 
 
-def header(kind: int, version: int, length: int) -> bytes:
-    if length > MOST:
-        raise BadMessage(f"a message of {length} bytes is over the limit of {MOST}; fewer rows a run would fit")
-    return HEADER.pack(MAGIC, version, kind, length)
+def with_header(kind: int, version: int, parts: Iterable[Data]) -> bytearray:
+    """The whole message."""
+    data = bytearray().join((bytes(HEADER.size), *parts))
+    if len(data) > MOST:
+        raise BadMessage(f"a message of {len(data)} bytes is over the limit of {MOST}; fewer rows a run would fit")
+    HEADER.pack_into(data, 0, MAGIC, version, kind, len(data))
+    return data
 
 
 def open_message(data: Data, version: int) -> tuple[int, Reader]:
