@@ -36,11 +36,8 @@ class Budget:
         self.items[name] = self.items.get(name, 0) + nbytes
         if self.limit is not None and self.used > self.limit:
             lines = ", ".join(f"{key} {human(size)}" for key, size in self.items.items())
-            raise OverBudget(
-                f"This needs {human(self.used)} of memory and the budget is {human(self.limit)} ({lines})"
-                + (f"; {remedy}" if remedy else "")
-                + "."
-            )
+            needs = f"This needs {human(self.used)} of memory and the budget is {human(self.limit)} ({lines})"
+            raise OverBudget(f"{needs}; {remedy}." if remedy else f"{needs}.")
 
     def give_back(self, name: str) -> None:
         self.items.pop(name, None)

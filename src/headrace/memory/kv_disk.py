@@ -7,7 +7,7 @@ thread; the threads of the pools only read and write frames that nobody else use
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -233,7 +233,7 @@ class DiskKV:
         self._extent[frames] = absent
         kept[frames] = True
         self._address[absent] = self._base + np.asarray(frames, np.uint64) * np.uint64(self.stride)
-        self._start(self._readers, self._file.read, absent[self._stored[absent]], self._reads)
+        self._start(absent[self._stored[absent]], self._reads)
         return len(absent)
 
     def _room(self, count: int, kept: Bools, patient: bool) -> list[int]:
@@ -286,16 +286,12 @@ class DiskKV:
         extents = extents[self._dirty[self._frame[extents]]]
         self._dirty[self._frame[extents]] = False
         self._stored[extents] = True
-        self._start(self._writers, self._file.write, extents, self._writes)
+        self._start(extents, self._writes)
 
-    def _start(
-        self,
-        pool: ThreadPoolExecutor,
-        move: Callable[[Sequence[memoryview], int], None],
-        extents: I32,
-        under_way: dict[int, Future[None]],
-    ) -> None:
-        """One call for those that lie side by side; extents ascending."""
+    def _start(self, extents: I32, under_way: dict[int, Future[None]]) -> None:
+        """Begin to read or write them, in one call those that lie side by side; extents ascending."""
+        reads = under_way is self._reads
+        pool, move = (self._readers, self._file.read) if reads else (self._writers, self._file.write)
         most = max(1, min(REQUEST // max(1, self.stride), 512))
         breaks = np.flatnonzero(np.diff(extents) != 1) + 1
         for side_by_side in np.split(extents, breaks):
