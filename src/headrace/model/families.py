@@ -18,7 +18,7 @@ from headrace.errors import Unsupported
 from headrace.kernels.ops import Activation
 from headrace.model.keys import MISSING, Keys, off, short
 from headrace.model.ropes import config_ropes, gguf_ropes
-from headrace.model.spec import MAX_BLOCKS, MAX_CONTEXT, MAX_VOCAB, MAX_WIDTH, Block, Norms, RopeSpec, Spec, require
+from headrace.model.spec import MAX_BLOCKS, MAX_CONTEXT, MAX_VOCAB, MAX_WIDTH, Block, Norms, Spec, require
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu_tanh",
@@ -103,8 +103,9 @@ def supported() -> str:
     return ", ".join(f.name for f in FAMILIES)
 
 
-def from_config(config: Mapping[str, Any], where: str = "config.json") -> Spec:
+def from_config(config: Mapping[str, Any]) -> Spec:
     """A Spec from the contents of a config.json. BadFile or Unsupported, naming key and value."""
+    where = "config.json"
     kind = Keys(config, where).text("model_type")
     family = next((f for f in FAMILIES if kind in f.config_types), None)
     if family is None:
@@ -116,7 +117,7 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> Spec:
     keys = Keys({**family.defaults, **config}, where)
     for key in REFUSED:
         if not off(config.get(key)):
-            raise Unsupported(f"{where} sets {key!r} to {short(config[key])}, which Headrace can't compute.")
+            raise keys.refuse(key)
     for key, values in family.fixed.items():
         keys.must(key, values)
     keys.must("partial_rotary_factor", (1, 1.0))
@@ -142,17 +143,18 @@ def _config_spec(family: Family, keys: Keys) -> Spec:
     context = keys.integer(name["context"], low=1, high=MAX_CONTEXT)
     windows = _windows(family, keys, count)
     main, local = (None, None) if family.name == "opt" else config_ropes(keys, family.rope_base, head_dim, context)
-    if family.windows != "pattern":
-        local = main
-    extra: dict[str, Any] = _opt(keys, width, context) if family.name == "opt" else {}
-    if family.name == "opt":
-        norms = "pre" if keys.flag("do_layer_norm_before", True) else "post"
+    extra: dict[str, Any] = {}
     scale = 1.0 / math.sqrt(head_dim)
-    if family.name == "gemma3":
-        scale = 1.0 / math.sqrt(_positive(keys, "query_pre_attn_scalar", 256.0))
+    if family.name == "opt":
+        norms, extra = _opt(keys, width, context)
+    elif family.name == "gemma3":
+        scalar = keys.number("query_pre_attn_scalar", 256.0)
+        require(scalar > 0, f"query_pre_attn_scalar is {scalar}")
+        scale = 1.0 / math.sqrt(scalar)
         extra = {"embed_scale": math.sqrt(width), "logit_softcap": keys.number("final_logit_softcapping", 0.0)}
     blocks = tuple(
-        Block(heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, rope=local if window else main, scale=scale,
+        Block(heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, scale=scale,
+              rope=local if window and family.windows == "pattern" else main,
               eps=1e-5 if family.name == "opt" else keys.number(name["eps"]), window=window, norm=family.norm,
               norms=norms, activation=_activation(family, keys, name["activation"]), gated=family.gated,
               qk_norm=family.qk_norm, qkv_bias=_chosen(keys, family.qkv_bias), o_bias=_chosen(keys, family.o_bias),
@@ -163,12 +165,6 @@ def _config_spec(family: Family, keys: Keys) -> Spec:
     tied = keys.flag("tie_word_embeddings", family.tied)
     return Spec(**{"family": family.name, "width": width, "vocab": vocab, "context": context, "blocks": blocks,
                    "tied": tied, "embed_width": width, **extra})  # fmt: skip
-
-
-def _positive(keys: Keys, key: str, default: float) -> float:
-    value = keys.number(key, default)
-    require(value > 0, f"{key} is {value}")
-    return value
 
 
 def _chosen(keys: Keys, choice: str | bool) -> bool:
@@ -195,10 +191,10 @@ def _falcon(keys: Keys, heads: int) -> tuple[int, Norms]:
     return 1 if multi_query else heads, "parallel_shared" if parallel else "pre"
 
 
-def _opt(keys: Keys, width: int, context: int) -> dict[str, Any]:
+def _opt(keys: Keys, width: int, context: int) -> tuple[Norms, dict[str, Any]]:
     """Learned positions, two rows in; OPT 350m embeds narrower and has no final norm."""
     before = keys.flag("do_layer_norm_before", True)
-    return {
+    return "pre" if before else "post", {
         "embed_width": keys.integer("word_embed_proj_dim", width, low=2, high=MAX_WIDTH),
         "positions": context + 2, "position_offset": 2,
         "final_norm": before and not keys.flag("_remove_final_layer_norm", False),
@@ -234,22 +230,18 @@ def _windows(family: Family, keys: Keys, count: int) -> list[int]:
 
 
 def from_gguf(
-    metadata: Mapping[str, Any],
-    tensors: Collection[str] = (),
-    vocab: int = 0,
-    divisors: tuple[float, ...] = (),
-    where: str = "the GGUF file",
+    metadata: Mapping[str, Any], tensors: Collection[str] = (), vocab: int = 0, divisors: tuple[float, ...] = ()
 ) -> Spec:
     """A Spec from GGUF metadata, the names of the tensors and the rows of the embedding table.
 
     What metadata doesn't say (biases, a tied output, Falcon's second norm) is read off the tensor names.
     divisors: rope_freqs.weight when there is one.
     """
-    keys = Keys(metadata, where)
+    keys = Keys(metadata, "the GGUF file")
     arch = keys.text("general.architecture")
     family = next((f for f in FAMILIES if arch in f.gguf), None)
     if family is None:
-        raise Unsupported(f"{where} has the architecture {short(arch)}; Headrace knows {supported()}.")
+        raise Unsupported(f"the GGUF file has the architecture {short(arch)}; Headrace knows {supported()}.")
     keys.must("general.type", ("model",))
     a, names = arch + ".", set(tensors)
     width = keys.integer(a + "embedding_length", low=2, high=MAX_WIDTH)
@@ -289,7 +281,8 @@ def _gguf_blocks(family: Family, keys: Keys, a: str, width: int, context: int, d
         norms = "parallel" if "blk.0.attn_norm_2.weight" in names else "parallel_shared"
     return tuple(
         Block(heads=heads[i], kv_heads=kv_heads[i], head_dim=head_dim, ffn=ffn[i], scale=scale, eps=eps,
-              rope=_block_rope(family, windows[i], main, local), window=windows[i], norm=family.norm, norms=norms,
+              rope=local if windows[i] and family.windows == "pattern" else main, window=windows[i], norm=family.norm,
+              norms=norms,
               activation=family.activation, gated=family.gated, qk_norm=family.qk_norm,
               qkv_bias=family.qkv_bias is True or f"blk.{i}.attn_q.bias" in names or f"blk.{i}.attn_qkv.bias" in names,
               o_bias=f"blk.{i}.attn_output.bias" in names, ffn_bias=f"blk.{i}.ffn_up.bias" in names)
@@ -300,10 +293,6 @@ def _gguf_blocks(family: Family, keys: Keys, a: str, width: int, context: int, d
 def _divided(width: int, heads: int) -> int:
     require(width % heads == 0, f"a width of {width} doesn't divide into {heads} heads")
     return width // heads
-
-
-def _block_rope(family: Family, window: int, main: RopeSpec, local: RopeSpec) -> RopeSpec:
-    return local if family.windows == "pattern" and window else main
 
 
 def _gguf_vocab(keys: Keys, a: str) -> int:

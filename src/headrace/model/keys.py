@@ -19,18 +19,14 @@ MISSING: Any = object()
 """As a default: the key must be there."""
 
 # Bookkeeping, training and generation settings of config.json; none changes a logit.
-HARMLESS = (
-    "*_pdrop", "*_token_id", "*_token_index", "*dropout*", "_*", "architectures", "attn_implementation",
-    "auto_map", "bos_token", "cache_implementation", "chunk_size_feed_forward", "do_sample", "dtype", "eos_token",
-    "finetuning_task", "gradient_checkpointing", "id2label", "image_seq_length", "init_std", "initializer_*",
-    "is_decoder", "is_llama_config", "label2id", "layerdrop", "license", "max_length", "max_sequence_length",
-    "min_length", "mm_tokens_per_image", "model_max_length", "model_name", "model_type", "name_or_path",
-    "num_beams", "num_labels", "output_attentions", "output_hidden_states", "output_projection", "pad_token",
-    "prefix", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "temperature",
-    "tokenizer_*", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unsloth_*", "use_cache", "use_flash_*", "use_return_dict",
-    "vision_config",
-)  # fmt: skip
+HARMLESS = """*_pdrop *_token_id *_token_index *dropout* _* architectures attn_implementation auto_map bos_token
+    cache_implementation chunk_size_feed_forward do_sample dtype eos_token finetuning_task gradient_checkpointing
+    id2label image_seq_length init_std initializer_* is_decoder is_llama_config label2id layerdrop license
+    max_length max_sequence_length min_length mm_tokens_per_image model_max_length model_name model_type
+    name_or_path num_beams num_labels output_attentions output_hidden_states output_projection pad_token prefix
+    pretraining_tp problem_type return_dict task_specific_params temperature tokenizer_* top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p unsloth_* use_cache use_flash_*
+    use_return_dict vision_config""".split()  # noqa: SIM905
 """Keys (patterns) of config.json that may have any value."""
 
 
@@ -102,7 +98,7 @@ class Keys:
         """Refuse the key unless it's absent or has one of these values."""
         value = self.raw(key, None)
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
-            raise Unsupported(f"{self._where} sets {key!r} to {short(value)}, which Headrace can't compute.")
+            raise self.refuse(key)
 
     def bad(self, key: str, value: object, expected: str) -> BadFile:
         return BadFile(f"{self._where} sets {key!r} to {short(value)}, expected {expected}.")

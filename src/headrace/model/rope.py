@@ -6,6 +6,7 @@ libm's ``pow`` differs between systems; ``decimal`` is exact integer arithmetic 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal, localcontext
 from functools import lru_cache
 
@@ -36,20 +37,12 @@ def inv_freq(rope: RopeSpec) -> tuple[float, ...]:
 @lru_cache(maxsize=64)
 def magnitude(rope: RopeSpec) -> float:
     """What cos and sin are multiplied by: YaRN's (arXiv 2309.00071, eq. 22), else 1."""
-    if rope.scaling != "yarn" or rope.factor <= 1.0:
-        return 1.0 if rope.magnitude is None else f32(rope.magnitude)
     if rope.magnitude is not None:
         return f32(rope.magnitude)
+    if rope.scaling != "yarn" or rope.factor <= 1.0:
+        return 1.0
     with localcontext(_CONTEXT):
         return f32(Decimal(rope.factor).ln() / 10 + 1)
-
-
-def _none(rope: RopeSpec, plain: list[Decimal]) -> list[Decimal]:
-    return plain
-
-
-def _linear(rope: RopeSpec, plain: list[Decimal]) -> list[Decimal]:
-    return [f / Decimal(rope.factor) for f in plain]
 
 
 def _llama3(rope: RopeSpec, plain: list[Decimal]) -> list[Decimal]:
@@ -58,8 +51,7 @@ def _llama3(rope: RopeSpec, plain: list[Decimal]) -> list[Decimal]:
     out = []
     for f in plain:
         turns = rope.original * f / (2 * _PI)  # within the original context
-        smooth = (turns - low) / (high - low)
-        smooth = min(max(smooth, Decimal(0)), Decimal(1))
+        smooth = min(max((turns - low) / (high - low), Decimal(0)), Decimal(1))
         out.append((1 - smooth) * f / factor + smooth * f)
     return out
 
@@ -82,4 +74,7 @@ def _yarn(rope: RopeSpec, plain: list[Decimal]) -> list[Decimal]:
     return out
 
 
-_SCALE = {"none": _none, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_SCALE: Mapping[str, Callable[[RopeSpec, list[Decimal]], list[Decimal]]] = {
+    "none": lambda rope, plain: plain, "linear": lambda rope, plain: [f / Decimal(rope.factor) for f in plain],
+    "llama3": _llama3, "yarn": _yarn,
+}  # fmt: skip
