@@ -37,17 +37,18 @@ small = st.integers(0, 5000)
 i31 = st.integers(0, 2**31 - 1)
 seqs = st.integers(0, 2**63 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
+mild = st.floats(-1e38, 1e38)
 chance = st.floats(0, 1)
 samplings = st.builds(
     Sampling,
-    temperature=finite,
+    temperature=mild,
     top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=chance,
     repeat_penalty=st.floats(0, 100, exclude_min=True),
     repeat_last_n=st.integers(-1, 2**40),
-    frequency_penalty=finite,
-    presence_penalty=finite,
+    frequency_penalty=mild,
+    presence_penalty=mild,
     seed=st.integers(0, 2**64 - 1),
     choice=st.integers(-(2**63), 2**63 - 1),
     bias=st.lists(st.tuples(i31, finite), max_size=3).map(tuple),
