@@ -12,13 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from headrace.errors import Unsupported  # noqa: E402
-from headrace.formats.quant import dequantise  # noqa: E402
+from headrace.formats.quant import EXPAND, dequantise  # noqa: E402
 from headrace.formats.tensor import BLOCKS, KNOWN  # noqa: E402
 from headrace.kernels.device import KVShape, Rows  # noqa: E402
 from headrace.kernels.dispatch import make_torch  # noqa: E402
 from headrace.kernels.ops import Attend  # noqa: E402
 from headrace.kernels.torch_device import TorchDevice  # noqa: E402
-from headrace.kernels.torch_formats import FORMATS, expand  # noqa: E402
+from headrace.kernels.torch_formats import expand  # noqa: E402
 from headrace.kernels.torch_ops import execute  # noqa: E402
 from helpers_kernels import RNG, Cache  # noqa: E402
 from helpers_model import i32, load, logits_of  # noqa: E402
@@ -34,7 +34,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", EXPAND)
 def test_blocks_are_expanded_bit_for_bit(fmt: str) -> None:
     """Random bytes: infinite and NaN scales and denormals too."""
     width, size = BLOCKS[fmt]
@@ -46,7 +46,7 @@ def test_blocks_are_expanded_bit_for_bit(fmt: str) -> None:
 
 
 def test_every_known_format_is_there() -> None:
-    assert set(FORMATS) == set(KNOWN)
+    assert set(EXPAND) == set(KNOWN)
 
 
 @pytest.fixture(scope="module")

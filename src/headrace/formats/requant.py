@@ -23,14 +23,10 @@ TABLES = re.compile(r"(.*\.)?(token_embd|output|embed_tokens|lm_head|wte|word_em
 VALUES = re.compile(r".*(attn_v|v_proj)$")
 CLOSING = re.compile(r".*(ffn_down|down_proj|fc2|dense_4h_to_h)$")
 """What makes the values, and what closes a block: the matrices whose rounding costs most a bit (docs/log.md)."""
+ANY = re.compile("")
 RECIPES: Mapping[str, tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]] = {
-    "q4": (
-        (TABLES, ("Q8_0",)),
-        (VALUES, ("Q8_0",)),
-        (CLOSING, ("Q5_K", "Q5_0")),
-        (re.compile(""), ("Q4_K", "IQ4_NL")),
-    ),
-    "q8": ((re.compile(""), ("Q8_0",)),),
+    "q4": ((TABLES, ("Q8_0",)), (VALUES, ("Q8_0",)), (CLOSING, ("Q5_K", "Q5_0")), (ANY, ("Q4_K", "IQ4_NL"))),
+    "q8": ((ANY, ("Q8_0",)),),
 }
 """What ``--requant`` may say -> formats by name, the first whose blocks divide a row."""
 FLOATS = ("F32", "F16", "BF16")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kernels import _native
-from headrace.kernels.device import F32, Bytes, KVShape, Rows
+from headrace.kernels.device import F32, Bytes, KVShape, Rows, Shapes
 from headrace.kernels.draw import Draw, Drawn
 from headrace.kernels.ops import Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
 
@@ -33,25 +33,16 @@ class CpuDevice:
         self._wide = _native.Device(batch, path) if batch not in (0, threads) else self._native
         self._rows: tuple[Rows, _native.Rows] | None = None
 
-    @property
-    def path(self) -> str:
-        """Which kernels run: "portable" or "avx2"."""
-        return self._native.path
+        self.path, self.threads = self._native.path, self._native.threads
+        """Which kernels run ("portable" or "avx2"), and on how many threads."""
 
-    @property
-    def threads(self) -> int:
-        return self._native.threads
+    packed_nbytes = staticmethod(_native.packed_nbytes)
+    pack = staticmethod(_native.pack)
 
     @property
     def arena_nbytes(self) -> int:
         """Bytes of scratch held now; grows to at most the largest ``scratch_nbytes`` of what was run."""
         return self._native.arena_nbytes
-
-    def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
-        return _native.packed_nbytes(fmt, n, k)
-
-    def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes, first: int = 0) -> None:
-        _native.pack(fmt, n, k, raw, out, first)
 
     def weight(self, fmt: str, n: int, k: int, packed: Bytes) -> _native.Matrix:
         return _native.Matrix(fmt, n, k, packed)
@@ -65,12 +56,10 @@ class CpuDevice:
     def kv_layer(self, shape: KVShape, pages: NDArray[np.uint64]) -> _native.KV:
         return _native.KV(shape.kv_heads, shape.head_dim, shape.k_bits, shape.v_bits, pages)
 
-    def scratch_nbytes(
-        self, ops: Sequence[Op], width: int, max_rows: int, shapes: Mapping[str, tuple[str, int, int]]
-    ) -> int:
+    def scratch_nbytes(self, ops: Sequence[Op], width: int, max_rows: int, shapes: Shapes) -> int:
         """The most memory the device takes for runs of up to ``max_rows`` of these ops, at any context.
 
-        shapes: (format, n, k) of each tensor the ops name. All programs share it: take the largest of the layers'.
+        shapes: of each tensor the ops name. All programs share it: take the largest of the layers'.
         """
         program = CpuProgram(self, ops, width)
         weights = tuple(_native.Matrix.shape_only(*shapes[name]) for name in program.names)
@@ -96,11 +85,11 @@ class CpuDevice:
         """Choose a token for each row of logits [rows, vocab]; see docs/kernels.md, "Sampling"."""
         return [Drawn(*row) for row in _native.sample(self._native, logits, [_draw(d) for d in draws])]
 
-    def bandwidth(self, data: Sequence[Bytes] | None = None, repeats: int = 3) -> float:
-        """Bytes/s at which all threads together read ``data`` from memory (None: 256 MiB; best of ``repeats``)."""
+    def bandwidth(self, data: Sequence[Bytes] | None = None) -> float:
+        """Bytes/s at which all threads together read ``data`` from memory (None: 256 MiB); the best of three."""
         data = [np.ones(256 << 20, np.uint8)] if data is None else data
         best = float("inf")
-        for _ in range(repeats):
+        for _ in range(3):
             start = perf_counter()
             for piece in data:
                 self._native.read(piece)

@@ -20,6 +20,9 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Weight: TypeAlias = Any
 """A device's own handle of one tensor; made by ``Device.weight``, meaningless to others."""
 
+Shapes: TypeAlias = Mapping[str, tuple[str, int, int]]
+"""Tensor name -> (format, n, k)."""
+
 PAGE = 32
 """Slots in a page: the unit of allocation and of moving cache."""
 
@@ -121,10 +124,8 @@ class Device(Protocol):
 
     def compile(self, ops: Sequence[Op], width: int) -> Program: ...
 
-    def scratch_nbytes(
-        self, ops: Sequence[Op], width: int, max_rows: int, shapes: Mapping[str, tuple[str, int, int]]
-    ) -> int:
-        """The most working memory for runs of up to ``max_rows`` rows of these ops; shapes: (format, n, k) by name."""
+    def scratch_nbytes(self, ops: Sequence[Op], width: int, max_rows: int, shapes: Shapes) -> int:
+        """The most working memory for runs of up to ``max_rows`` rows of these ops."""
         ...
 
     def sample(self, logits: F32, draws: Sequence[Draw]) -> list[Drawn]:

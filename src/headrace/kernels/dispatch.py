@@ -11,7 +11,6 @@ from headrace.kernels.cpu import CpuDevice
 if TYPE_CHECKING:
     from headrace.kernels.torch_device import TorchDevice
 
-CPU_VARIABLE = "HEADRACE_CPU"
 TORCH = ("torch:cpu", "cuda")
 """Devices in PyTorch; ``run/tiers.py`` puts layers on them."""
 
@@ -33,9 +32,7 @@ def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None, batc
     try:
         return CpuDevice(threads, path, batch)
     except ValueError as error:
-        raise Unsupported(
-            f"The CPU path asked for can't be used: {error}. Unset {CPU_VARIABLE} to use the best."
-        ) from None
+        raise Unsupported(f"The CPU path asked for can't be used: {error}. Unset HEADRACE_CPU for the best.") from None
 
 
 def make_torch(name: str, *, threads: int) -> TorchDevice:
@@ -43,8 +40,6 @@ def make_torch(name: str, *, threads: int) -> TorchDevice:
     try:
         from headrace.kernels.torch_device import TorchDevice
     except ImportError as error:
-        raise Unsupported(
-            f"The device {name} needs PyTorch, which can't be imported ({error}); install it with "
-            "'pip install headrace[torch]', or use the device cpu."
-        ) from None
+        what = f"The device {name} needs PyTorch, which can't be imported ({error})"
+        raise Unsupported(f"{what}; 'pip install headrace[torch]' brings it, or use the device cpu.") from None
     return TorchDevice(name, threads)

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.kernels.device import Rows
+from headrace.kernels.device import I32, Rows
 from headrace.kernels.ops import FEWEST, Attend
 from headrace.kernels.torch_kv import TorchKV
 
 Tensor: TypeAlias = Any
+I64: TypeAlias = NDArray[np.int64]
 Table: TypeAlias = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 CHUNK = 256
 """Positions of a unit."""
@@ -34,10 +35,10 @@ class Units:
     """Some units of one stretch. slots [units, CHUNK]; rows, low, high [units, QUERIES]: row index (-1: none) and the
     positions it sees, from low to before high, counted in the stretch."""
 
-    slots: NDArray[np.int32]
-    rows: NDArray[np.int32]
-    low: NDArray[np.int32]
-    high: NDArray[np.int32]
+    slots: I32
+    rows: I32
+    low: I32
+    high: I32
 
 
 def units(rows: Rows, window: int) -> Iterator[Units]:
@@ -48,7 +49,7 @@ def units(rows: Rows, window: int) -> Iterator[Units]:
         start, end = chunk * CHUNK, (chunk + 1) * CHUNK
         sees = (first < end) & (length > start)
         common = sees & ((rows.extra_len == 0) | (rows.base_len >= end))
-        found: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = []
+        found: list[tuple[I64, I32]] = []
         for base in np.unique(rows.base[common]):
             mine = np.flatnonzero(common & (rows.base == base))
             for at in range(0, len(mine), QUERIES):
@@ -63,16 +64,12 @@ def units(rows: Rows, window: int) -> Iterator[Units]:
             yield _units(found[at : at + AT_ONCE], first - start, np.minimum(length, end) - start)
 
 
-def _units(
-    found: list[tuple[NDArray[np.int64], NDArray[np.int32]]], low: NDArray[np.int64], high: NDArray[np.int64]
-) -> Units:
+def _units(found: list[tuple[I64, I32]], low: I64, high: I64) -> Units:
     slots = np.empty((len(found), CHUNK), np.int32)
     rows = np.full((len(found), QUERIES), -1, np.int32)
     for u, (tile, some) in enumerate(found):
-        slots[u, : len(some)], slots[u, len(some) :] = (
-            some,
-            some[0],
-        )  # filled up with one of its own: never another's NaN
+        slots[u, : len(some)] = some
+        slots[u, len(some) :] = some[0]  # filled up with one of its own: never another's NaN
         rows[u, : len(tile)] = tile
     there = rows >= 0
     seen = [np.where(there, limit[rows], 0).astype(np.int32) for limit in (low, high)]
@@ -80,7 +77,7 @@ def _units(
 
 
 def units_nbytes(rows: int, context: int, slots: int) -> int:
-    """The most bytes of a run's units, when a sequence has at most ``context`` slots and all together ``slots``.
+    """The most bytes of a run's units for one window, when a sequence has at most ``context`` slots, all ``slots``.
 
     A sequence with r rows has ceil(r / QUERIES) units for each stretch of its own.
     """

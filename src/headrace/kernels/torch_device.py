@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from headrace.errors import Unsupported
 from headrace.kernels.cpu import CpuDevice
-from headrace.kernels.device import F32, Bytes, KVShape, Rows
+from headrace.kernels.device import F32, Bytes, KVShape, Rows, Shapes
 from headrace.kernels.draw import Draw, Drawn
 from headrace.kernels.ops import Op
-from headrace.kernels.torch_attend import units, units_nbytes
+from headrace.kernels.torch_attend import Table, units, units_nbytes
 from headrace.kernels.torch_copy import CudaMover, HostMover
 from headrace.kernels.torch_formats import expand, nbytes
 from headrace.kernels.torch_kv import TorchKV, page_nbytes
@@ -64,7 +64,7 @@ class TorchRows:
         sent = send(np.stack((rows.token, rows.position))).long()
         self.token, self.position = torch.nn.functional.pad(sent, (0, self.padded - self.count))
         self.rope: dict[tuple[tuple[float, ...], float], tuple[Tensor, Tensor]] = {}
-        self._units: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        self._units: dict[int, Table] = {}
 
     @cached_property
     def slot(self) -> Tensor:
@@ -74,13 +74,11 @@ class TorchRows:
     def wanted(self) -> Tensor:
         return self._send(self.host.wanted).long()
 
-    def units(self, window: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def units(self, window: int) -> Table:
         """Of ``torch_attend.units``, for ``Attend`` with this window."""
         if window not in self._units:
-            self._units[window] = [
-                (self._send(u.slots), self._send(u.rows).long(), self._send(u.low), self._send(u.high))
-                for u in units(self.host, window)
-            ]
+            send, found = self._send, units(self.host, window)
+            self._units[window] = [(send(u.slots), send(u.rows).long(), send(u.low), send(u.high)) for u in found]
         return self._units[window]
 
 
@@ -116,8 +114,9 @@ class TorchDevice:
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = False  # f32 means f32
 
-    def packed_nbytes(self, fmt: str, n: int, k: int) -> int:
-        return nbytes(fmt, n, k)
+    packed_nbytes = staticmethod(nbytes)
+    page_nbytes = staticmethod(page_nbytes)
+    tables_nbytes = staticmethod(units_nbytes)
 
     def pack(self, fmt: str, n: int, k: int, raw: Bytes, out: Bytes, first: int = 0) -> None:
         at = nbytes(fmt, first, k)
@@ -184,24 +183,13 @@ class TorchDevice:
     def compile(self, ops: Sequence[Op], width: int) -> TorchProgram:
         return TorchProgram(self, tuple(ops), width)
 
-    def scratch_nbytes(
-        self, ops: Sequence[Op], width: int, max_rows: int, shapes: Mapping[str, tuple[str, int, int]]
-    ) -> int:
+    def scratch_nbytes(self, ops: Sequence[Op], width: int, max_rows: int, shapes: Shapes) -> int:
         return scratch_nbytes(ops, width, padded(max_rows), shapes, self.at_once)
-
-    def tables_nbytes(self, rows: int, context: int, slots: int) -> int:
-        """Of the slot lists that a run's rows attend over, for one window: at most ``context`` of a sequence's."""
-        return units_nbytes(rows, context, slots)
-
-    def page_nbytes(self, shape: KVShape) -> int:
-        return page_nbytes(shape)
 
     def kv_layer(self, shape: KVShape, pages: NDArray[np.uint64]) -> TorchKV:
         """Over pages in host memory: for ``torch:cpu`` only; ``kv_pages`` makes pages on any device."""
         if self.name == "cuda":
-            raise Unsupported(
-                "A cache in host memory is not cuda's; keep the cache on the device or attend on the host."
-            )
+            raise Unsupported("A cache in host memory is not cuda's; keep it on the device or attend on the host.")
         return TorchKV(shape, pages)
 
     def kv_pages(self, shape: KVShape, pages: Tensor) -> TorchKV:
@@ -215,21 +203,24 @@ class TorchDevice:
         return self._sampler.sample(np.ascontiguousarray(logits), draws)
 
 
+@dataclass(frozen=True)
 class TorchProgram:
     """A compiled layer: its operations are interpreted."""
 
-    def __init__(self, device: TorchDevice, ops: tuple[Op, ...], width: int) -> None:
-        self.device, self.ops, self.width = device, ops, width
+    device: TorchDevice
+    ops: tuple[Op, ...]
+    width: int
 
     def bind(self, weights: Mapping[str, TorchWeight]) -> TorchBound:
         return TorchBound(self, weights)
 
 
+@dataclass(frozen=True)
 class TorchBound:
     """A program and its weights."""
 
-    def __init__(self, program: TorchProgram, weights: Mapping[str, TorchWeight]) -> None:
-        self.program, self.weights = program, weights
+    program: TorchProgram
+    weights: Mapping[str, TorchWeight]
 
     def run(self, x: F32, rows: Rows, kv: TorchKV | None) -> F32:
         """As ``BoundProgram.run``, with x on the host."""

@@ -12,8 +12,6 @@ from headrace.formats.tensor import BLOCKS, row_nbytes
 
 Tensor: TypeAlias = Any
 
-FORMATS = tuple(EXPAND)
-
 
 class Torch:
     """As ``formats.quant.NumPy``."""

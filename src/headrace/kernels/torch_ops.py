@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from headrace.kernels.device import Shapes
 from headrace.kernels.ops import Act, Add, Attend, Copy, Gather, Linear, Norm, Op, Rope, Scale, StoreKV
 from headrace.kernels.torch_attend import attend, attend_nbytes, tree_sum
 from headrace.kernels.torch_formats import expanding_nbytes
@@ -127,9 +128,7 @@ def _add(op: Add, s: _Step) -> None:
 def _copy(op: Copy, s: _Step) -> None:
     src = s.registers[op.src]
     if op.wanted:
-        count = len(s.rows.host.wanted)
-        src_rows = src[s.rows.wanted]
-        src = torch.nn.functional.pad(src_rows, (0, 0, 0, -count % TILE))
+        src = torch.nn.functional.pad(src[s.rows.wanted], (0, 0, 0, -len(s.rows.host.wanted) % TILE))
     s.registers[op.dst] = src  # registers are replaced, never written into, so this is a copy
 
 
@@ -146,9 +145,7 @@ _RUN: Mapping[type, Callable[[Any, _Step], None]] = {
 }  # fmt: skip
 
 
-def scratch_nbytes(
-    ops: Sequence[Op], width: int, rows: int, shapes: Mapping[str, tuple[str, int, int]], at_once: int
-) -> int:
+def scratch_nbytes(ops: Sequence[Op], width: int, rows: int, shapes: Shapes, at_once: int) -> int:
     """The most working memory of ``execute`` for so many (padded) rows: every register, and the hungriest operation.
 
     The factors are bytes a value, temporaries included; a test measures them.

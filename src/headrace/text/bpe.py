@@ -59,12 +59,9 @@ def merge(text: str, ranks: Mapping[str, float], between: str) -> list[str]:
 
 
 def word_encoder(
-    ids: Mapping[str, int],
-    ranks: Mapping[str, float],
-    between: str,
-    spell: Callable[[str], list[int]],
+    ids: Mapping[str, int], ranks: Mapping[str, float], between: str, spell: Callable[[str], list[int]],
     whole_words: bool = False,
-) -> Callable[[str], list[int]]:
+) -> Callable[[str], list[int]]:  # fmt: skip
     """Words to ids, with a bounded cache. ``ids`` lacks control tokens, so that no word can become one.
 
     ``spell``: ids of a symbol that is no token. ``whole_words``: a word that is a token isn't merged.
