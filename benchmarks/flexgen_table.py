@@ -30,7 +30,8 @@ from headrace.plan.flexgen import placed
 from headrace.plan.machine import Link, Machine
 from headrace.plan.plan import Plan, lines
 from headrace.plan.search import search
-from headrace.plan.sizes import Workload, opt
+from headrace.plan.sizes import Workload
+from opt_models import opt
 
 DATA = Path(__file__).parent / "data"
 WITHIN = 0.25

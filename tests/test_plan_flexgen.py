@@ -20,7 +20,8 @@ from headrace.plan.flexgen import ALL_DEVICE, placed
 from headrace.plan.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.plan.search import search
-from headrace.plan.sizes import Workload, opt
+from headrace.plan.sizes import Workload
+from opt_models import opt
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "flexgen_table.py"
 

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BadFile, HeadraceError, Unsupported
+from headrace.formats.files import DirectFile
 from headrace.plan.machine import Compute, Link, Machine, Tier
 from headrace.plan.plan import Place, Plan, spread
-from headrace.plan.probe import REQUEST, Disk, disk_rate, measure, probe
+from headrace.plan.probe import REQUEST, Disk, disk_rate, probe
 from reference_device import ReferenceDevice
 
 settings.register_profile("plan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -233,6 +234,18 @@ def test_the_probe_measures_a_device(tmp_path: Path) -> None:
     assert Machine.from_json(m.to_json()) == m
 
 
+def test_a_failing_disk_is_an_error_of_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "data"
+    data.write_bytes(bytes(1 << 16))
+
+    def fail(self: DirectFile, out: memoryview, offset: int) -> None:
+        raise BadFile("the disk is gone")
+
+    monkeypatch.setattr(DirectFile, "read_into", fail)
+    with pytest.raises(BadFile, match="gone"):
+        disk_rate(data, 4096, 2, 0.1)
+
+
 def test_the_probe_refuses_what_it_cant_measure(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.write_bytes(b"x")
@@ -240,4 +253,4 @@ def test_the_probe_refuses_what_it_cant_measure(tmp_path: Path) -> None:
         with pytest.raises(Unsupported, match="at least"):
             disk_rate(path)
     with pytest.raises(Unsupported, match="ascending"):
-        measure(ReferenceDevice(), "host", rows=(4, 2))
+        probe(ReferenceDevice(), capacity=1, formats=("Q8_0",), kv=((16, 16),), rows=(4, 2))

@@ -17,7 +17,8 @@ from headrace.plan.machine import Compute, Link, Machine, Tier
 from headrace.plan.pace import paced
 from headrace.plan.plan import Place, Plan
 from headrace.plan.search import Found, places, search, shapes
-from headrace.plan.sizes import LayerCost, ModelCost, Workload, opt
+from headrace.plan.sizes import LayerCost, ModelCost, Workload
+from opt_models import opt
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MORE = settings(FEW, max_examples=80)

@@ -26,7 +26,7 @@ from headrace.plan.sizes import LayerCost, ModelCost, Workload
 
 F32 = 4
 RING = 2
-"""Buffers a streamed layer, or a fetched cache, is read into: one used, one filled."""
+"""Buffers a streamed block, or a run's fetched cache, is read into: one used, one filled; the output layer has one."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Option:
-    """A layer with a place: what it takes. ``weight_ring``, ``kv_ring``: tiers that need a ring for it."""
+    """A layer with a place: what it takes. ``buffers``: (tier, for what) -> bytes; layers share those of a name."""
 
     layer: LayerCost
     place: Place
@@ -96,8 +96,7 @@ class Option:
     decode: Use
     home: Mapping[str, int]
     kv: Mapping[str, int]
-    weight_ring: tuple[str, ...]
-    kv_ring: tuple[str, ...]
+    buffers: dict[tuple[str, str], int]
 
 
 class Costing:
@@ -120,9 +119,8 @@ class Costing:
             return Phase(tokens, seen, earlier, prompt, k.rows * tokens, k.runs, k.rows)
         rows = k.block * tokens
         runs = -(-rows // k.most)
-        return Phase(
-            tokens, seen, earlier, prompt, rows / runs, runs, k.block / (runs * (self.passes if prompt else 1))
-        )
+        wanted = k.block / (runs * (self.passes if prompt else 1))
+        return Phase(tokens, seen, earlier, prompt, rows / runs, runs, wanted)
 
     @cached_property
     def slots(self) -> int:
@@ -134,18 +132,15 @@ class Costing:
         if kind not in self._cache:
             k = self.knobs
             kv = layer.kv_bytes(k.k_bits, k.v_bits)
-            weights = self.machine.path(place.weights, place.compute)
-            cache = self.machine.path(place.kv, place.attend) if kv else ()
+            what, count = ("one", 1) if layer.kind == "output" else ("ring", RING)
+            weights = self.machine.path(place.weights, place.compute) if layer.kind != "embed" else ()
+            buffers = {(link.dst, what): count * layer.nbytes for link in weights}
+            for link in self.machine.path(place.kv, place.attend) if kv else ():
+                buffers[link.dst, "kv ring"] = RING * k.rows * self.slots * kv
             self._cache[kind] = Option(
-                layer,
-                place,
-                self._use(layer, place, self.prompt),
-                self._use(layer, place, self.next),
-                {place.weights: layer.nbytes},
-                {place.kv: k.rows * k.runs * self.slots * kv},
-                tuple(link.dst for link in weights if layer.kind != "embed"),
-                tuple(link.dst for link in cache),
-            )
+                layer, place, self._use(layer, place, self.prompt), self._use(layer, place, self.next),
+                {place.weights: layer.nbytes}, {place.kv: k.block * self.slots * kv}, buffers,
+            )  # fmt: skip
         return self._cache[kind]
 
     def _compute(self, tier: str) -> Compute:
@@ -235,17 +230,14 @@ class Costing:
         """The cost of these layers together. Doesn't check memory: see ``Prediction.check``."""
         options = list(options)
         memory: dict[str, dict[str, float]] = {tier.name: defaultdict(float) for tier in self.machine.tiers}
-        rings: dict[tuple[str, str], int] = defaultdict(int)
+        buffers: dict[tuple[str, str], int] = defaultdict(int)
         for option in options:
             for what, part in (("weights", option.home), ("kv", option.kv)):
                 for tier, size in part.items():
                     memory[tier][what] += size if what == "kv" else size * self.share()
-            for tier, size in self.ring(option).items():
-                key = (tier, "one" if option.layer.kind == "output" else "ring")
-                rings[key] = max(rings[key], size)
-            for tier in option.kv_ring:
-                rings[tier, "kv ring"] = max(rings[tier, "kv ring"], self.kv_ring(option.layer))
-        for (tier, _), size in rings.items():
+            for key, size in option.buffers.items():
+                buffers[key] = max(buffers[key], size)
+        for (tier, _), size in buffers.items():
             memory[tier]["buffers"] += size
         fixed = self.fixed({option.place.compute for option in options})
         for name, size in fixed.items():
@@ -255,30 +247,19 @@ class Costing:
         tidy = {t: {k: round(v) for k, v in c.items() if v} for t, c in memory.items()}
         return self.times([(option, 1) for option in options], tidy)
 
-    def ring(self, option: Option) -> dict[str, int]:
-        """Bytes a streamed layer's buffers take by tier: two of a block, one of the output layer."""
-        count = 1 if option.layer.kind == "output" else RING
-        return dict.fromkeys(option.weight_ring, count * option.layer.nbytes)
-
-    def kv_ring(self, layer: LayerCost) -> int:
-        """Bytes of the two buffers a run's cache of a layer is fetched into."""
-        return RING * self.knobs.rows * self.slots * layer.kv_bytes(self.knobs.k_bits, self.knobs.v_bits)
-
     def times(self, options: Iterable[tuple[Option, int]], memory: Mapping[str, Mapping[str, int]]) -> Prediction:
         """The cost of so many layers of each kind and place."""
         options = list(options)
         k, seconds, terms = self.knobs, {}, {}
         for name, phase in (("prefill", self.prompt), ("decode", self.next)):
-            busy: dict[str, float] = defaultdict(float)
-            chain = 0.0
+            whole = Use()
             for option, count in options:
                 use: Use = getattr(option, name)
-                chain += use.chain * count
+                whole.chain += use.chain * count
                 for resource, s in use.busy.items():
-                    busy[resource] += s * count
-            times = {r: t * self.share() for r, t in busy.items()} | {
-                "one run's chain": chain * self.share() / phase.runs
-            }
+                    whole.busy[resource] += s * count
+            times = {r: t * self.share() for r, t in whole.busy.items()}
+            times["one run's chain"] = whole.chain * self.share() / phase.runs
             if k.nodes > 1:
                 times["network"] = self.hop(phase)
             terms[name] = dict(sorted(times.items(), key=lambda item: (-item[1], item[0])))
@@ -370,13 +351,12 @@ class Prediction:
         """Self, or OverBudget with the numbers of every tier that doesn't hold what the plan puts there."""
         over = [t for t in machine.tiers if self.peak(t.name) > t.capacity]
         if over:
-            parts = "; ".join(
-                f"{t.name} needs {self.peak(t.name) / 1e9:.3f} GB of {t.capacity / 1e9:.3f} GB ("
-                + ", ".join(f"{what} {size / 1e9:.3f}" for what, size in self.memory[t.name].items())
-                + ")"
+            held = {t: ", ".join(f"{what} {n / 1e9:.3f}" for what, n in self.memory[t.name].items()) for t in over}
+            parts = [
+                f"{t.name} needs {self.peak(t.name) / 1e9:.3f} GB of {t.capacity / 1e9:.3f} GB ({held[t]})"
                 for t in over
-            )
-            raise OverBudget(f"the plan doesn't fit: {parts}.")
+            ]
+            raise OverBudget(f"the plan doesn't fit: {'; '.join(parts)}.")
         return self
 
 

@@ -13,13 +13,8 @@ from headrace.plan.sizes import ModelCost
 
 def explain(model: ModelCost, machine: Machine, found: Found) -> str:
     """The plan, what it should do, what it takes of each tier, what binds, what lost, what would help."""
-    best = found.best
-    parts = [
-        headline(model, best.prediction),
-        placement(best.plan),
-        _memory(machine, best.prediction),
-        _terms(best.prediction),
-    ]
+    plan, p = found.best.plan, found.best.prediction
+    parts = [headline(model, p), placement(plan), _memory(machine, p), _terms(p)]
     if found.others:
         parts.append("Next best:\n" + lines([_loser(c) for c in found.others]))
     if found.gains:
@@ -39,12 +34,10 @@ def headline(model: ModelCost, p: Prediction) -> str:
 
 def placement(plan: Plan) -> str:
     """Block shape and how many layers have which place."""
-    counts = Counter(plan.places)
-    shape = f"Block: {shape_of(plan)}, cache {plan.k_bits}/{plan.v_bits} bits"
-    out = [shape + (f", {plan.nodes} nodes" if plan.nodes > 1 else "") + "."]
+    nodes = f", {plan.nodes} nodes" if plan.nodes > 1 else ""
     table = [("layers", "weights", "computed", "cache", "attends")]
-    table += [(str(n), p.weights, p.compute, p.kv, p.attend) for p, n in sorted(counts.items())]
-    return out[0] + "\n" + lines(table)
+    table += [(str(n), p.weights, p.compute, p.kv, p.attend) for p, n in sorted(Counter(plan.places).items())]
+    return f"Block: {shape_of(plan)}, cache {plan.k_bits}/{plan.v_bits} bits{nodes}.\n{lines(table)}"
 
 
 def shape_of(plan: Plan) -> str:

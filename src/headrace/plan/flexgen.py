@@ -21,8 +21,7 @@ class Realised:
 
     places: tuple[Place, ...]
     activations: str
-    asked: Percent
-    percent: tuple[float, float, float, float, float, float]
+    percent: tuple[float, ...]
 
 
 def checked(percent: Sequence[int]) -> Percent:
@@ -37,18 +36,15 @@ def checked(percent: Sequence[int]) -> Percent:
 
 
 def placed(
-    model: ModelCost,
-    percent: Sequence[int],
-    tiers: tuple[str, str, str] = ("device", "host", "disk"),
+    model: ModelCost, percent: Sequence[int], tiers: Sequence[str] = ("device", "host", "disk"),
     host_attention: bool = True,
-) -> Realised:
+) -> Realised:  # fmt: skip
     """The placement with each block wholly somewhere, every share within half a block of what was asked.
 
     The two ends go where most of the weights are. Activations lie on one tier, as in FlexGen (which takes 100s only).
     ``host_attention``: its --cpu-cache-compute, for a cache that isn't on the device.
     """
-    asked = checked(percent)
-    wg, wc, cg, cc, hg, hc = asked
+    wg, wc, cg, cc, hg, hc = checked(percent)
     shares = ((wg, wc, 100 - wg - wc), (cg, cc, 100 - cg - cc), (hg, hc, 100 - hg - hc))
     if 100 not in shares[2]:
         raise Unsupported(f"--percent: activations lie on one tier; give {hg} {hc} as 100 0, 0 100 or 0 0.")
@@ -64,9 +60,8 @@ def placed(
         out[i] = Place(w, near, c, near if c == near or not host_attention else tiers[1])
     if model.tied:
         out[0] = out[-1]
-    real = tuple(100 * c[i] / len(blocks) for c in counts for i in (0, 1))
-    acts = tiers[shares[2].index(100)]
-    return Realised(tuple(out), acts, asked, (real[0], real[1], real[2], real[3], float(hg), float(hc)))
+    real = [100 * c[i] / len(blocks) for c in counts for i in (0, 1)]
+    return Realised(tuple(out), tiers[shares[2].index(100)], (*real, float(hg), float(hc)))
 
 
 def comes_out(asked: Sequence[int], real: Sequence[float]) -> str:

@@ -126,15 +126,14 @@ class Machine:
                 _positive(self.name, f"attention at {compute.tier}", attends)
             for curve in (compute.matmul, *compute.formats.values()):
                 rows = [r for r, _ in curve]
-                if rows == sorted(set(rows)) and all(f > 0 for _, f in curve):
-                    continue
-                raise Unsupported(f"machine {self.name!r}: matmul rows at {compute.tier} must ascend.")
+                if rows != sorted(set(rows)) or any(f <= 0 for _, f in curve):
+                    raise Unsupported(f"machine {self.name!r}: matmul rows at {compute.tier} must ascend.")
 
     def tier(self, name: str) -> Tier:
-        for tier in self.tiers:
-            if tier.name == name:
-                return tier
-        raise Unsupported(f"machine {self.name!r} has no tier {name!r}; it has {[t.name for t in self.tiers]}.")
+        found = next((t for t in self.tiers if t.name == name), None)
+        if found is None:
+            raise Unsupported(f"machine {self.name!r} has no tier {name!r}; it has {[t.name for t in self.tiers]}.")
+        return found
 
     def compute(self, tier: str) -> Compute | None:
         return next((c for c in self.computes if c.tier == tier), None)
@@ -202,11 +201,11 @@ class Machine:
         return build(cls, made, "machine")
 
 
-KINDS = {"str": str, "int": int, "float": (int, float), "Mapping[str, str]": dict}
-"""Annotation of a field -> what JSON may give it."""
-WORDS = {
-    "str": "text", "int": "a whole number, 0 or more", "float": "a number, 0 or more", "Mapping[str, str]": "an object"
+KINDS: Mapping[str, tuple[Any, str]] = {
+    "str": (str, "text"), "int": (int, "a whole number, 0 or more"), "float": ((int, float), "a number, 0 or more"),
+    "Mapping[str, str]": (dict, "an object"),
 }  # fmt: skip
+"""Annotation of a field -> what JSON may give it, and that in words."""
 
 
 LEAST, MOST = 1e-18, 1e24
@@ -214,7 +213,7 @@ LEAST, MOST = 1e-18, 1e24
 
 
 def _right(value: Any, kind: str) -> bool:
-    if not isinstance(value, KINDS[kind]) or isinstance(value, bool):  # type: ignore[arg-type]
+    if not isinstance(value, KINDS[kind][0]) or isinstance(value, bool):
         return False
     return not isinstance(value, int | float) or 0 <= value <= MOST
 
@@ -262,17 +261,14 @@ def build(kind: type[T], data: Any, what: str) -> T:
         raise BadFile(f"{what}: expected an object, got {type(data).__name__}.")
     known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(known))
-    missing = sorted(
-        n
-        for n, f in known.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and n not in data
-    )
+    needed = [n for n, f in known.items() if f.default is f.default_factory is dataclasses.MISSING]
+    missing = sorted(set(needed) - set(data))
     if unknown or missing:
         raise BadFile(f"{what}: unknown fields {unknown}, missing fields {missing}.")
     for name, value in data.items():
         wants = str(known[name].type)
         if wants in KINDS and not _right(value, wants):
-            raise BadFile(f"{what}: {name} can't be {value!r:.40}; write {WORDS[wants]}.")
+            raise BadFile(f"{what}: {name} can't be {value!r:.40}; write {KINDS[wants][1]}.")
     try:
         return kind(**data)
     except (TypeError, ValueError) as error:

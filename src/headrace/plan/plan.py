@@ -92,9 +92,6 @@ class Plan:
             if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 1 << 16:
                 raise BadFile(f"this plan counts {count!r} layers of a kind; expected 1 to 65536.")
             places += [Place(*entry[1:])] * count
-        for name in ("model", "machine", "activations"):
-            if not isinstance(data.get(name), str):
-                raise BadFile(f"this plan's {name!r} must be a string.")
         return build(cls, {**data, "places": tuple(places)}, "plan")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,17 +58,9 @@ class Found:
 
 
 def search(
-    model: ModelCost,
-    machine: Machine,
-    work: Workload,
-    *,
-    objective: Objective = "throughput",
-    k_bits: int = 16,
-    v_bits: int = 16,
-    nodes: int = 1,
-    gains: bool = True,
-    highs: bool | None = None,
-) -> Found:
+    model: ModelCost, machine: Machine, work: Workload, *, objective: Objective = "throughput", k_bits: int = 16,
+    v_bits: int = 16, nodes: int = 1, gains: bool = True, highs: bool | None = None,
+) -> Found:  # fmt: skip
     """The best plan, the five next best with why they lost, and what a better machine would bring.
 
     throughput: least seconds for the whole workload; latency: least mean seconds from asking to the last token when
@@ -76,9 +68,7 @@ def search(
     ``highs``: True requires HiGHS, False forbids it, None takes it where installed.
     Raises OverBudget with the numbers and what would fit.
     """
-    engine = solver(highs)
-    found: list[Candidate] = []
-    alike = _alike(model)
+    engine, found, alike = solver(highs), list[Candidate](), _alike(model)
     queue: list[tuple[float, int, int, Costing, list[Group], Problem]] = []
     for order, knobs in enumerate(shapes(model, machine, work, k_bits, v_bits, nodes)):
         costing = Costing(model, machine, work, knobs)
@@ -98,29 +88,32 @@ def search(
     if not found:
         raise OverBudget(_refusal(model, machine, work, k_bits, v_bits, nodes))
     ranked = sorted(found, key=lambda c: (c.seconds, c.plan.sequences, c.plan.rows, c.plan.chunk, c.plan.to_json()))
-    best = ranked[0]
-    others = tuple(dataclasses.replace(c, why=why(best, c)) for c in _unlike(ranked)[1:6])
-    better = _gains(model, machine, work, best, objective, k_bits, v_bits, nodes, highs) if gains else ()
-    return Found(best, others, better, engine.name)
+    best, unlike = ranked[0], dict[tuple[int, int], Candidate]()
+    for candidate in ranked:
+        unlike.setdefault((candidate.plan.rows, candidate.plan.runs), candidate)
+    others = tuple(dataclasses.replace(c, why=why(best, c)) for c in list(unlike.values())[1:6])
+
+    def ratio(better: Machine, nodes: int) -> float:
+        then = search(model, better, work, objective=objective, k_bits=k_bits, v_bits=v_bits, nodes=nodes, gains=False,
+                      highs=highs)  # fmt: skip
+        return best.seconds / then.best.seconds
+
+    tried = _better(machine, nodes, len(model.layers)) if gains else []
+    return Found(best, others, tuple(Gain(what, ratio(better, count)) for what, better, count in tried), engine.name)
 
 
 def shapes(model: ModelCost, machine: Machine, work: Workload, k_bits: int, v_bits: int, nodes: int) -> Iterator[Knobs]:
     """Every block shape that is tried, in a fixed order."""
     if nodes > len(model.layers):
         raise Unsupported(f"model {model.name} has {len(model.layers)} layers, too few for {nodes} nodes.")
-    if work.batch in ROWS:
-        rows_tried: tuple[int, ...] = ROWS
-    else:
-        rows_tried = tuple(sorted({*ROWS, work.batch, -(-work.batch // 2), -(-work.batch // 3), -(-work.batch // 4)}))
+    parts = [] if work.batch in ROWS else [-(-work.batch // i) for i in (1, 2, 3, 4)]
     chunks = sorted({min(c, work.prompt_len) for c in (*CHUNKS, work.prompt_len)}, reverse=True)
-    tiers = [t.name for t in machine.tiers]
     main = machine.computes[0].tier
-    homes = [t for t in tiers if machine.connected(t, main) and machine.connected(main, t)]
-    for rows, runs in itertools.product(rows_tried, RUNS):
-        if rows * runs > max(work.batch, 1) or rows > 256:
-            continue
-        for chunk, home in itertools.product(chunks, homes[:2]):
-            yield Knobs(rows, runs, chunk, home, k_bits, v_bits, nodes)
+    homes = [t.name for t in machine.tiers if machine.connected(t.name, main) and machine.connected(main, t.name)]
+    for rows, runs in itertools.product(sorted({*ROWS, *parts}), RUNS):
+        if rows * runs <= work.batch and rows <= 256:
+            for chunk, home in itertools.product(chunks, homes[:2]):
+                yield Knobs(rows, runs, chunk, home, k_bits, v_bits, nodes)
 
 
 def places(machine: Machine, layer: LayerCost) -> list[Place]:
@@ -199,23 +192,16 @@ def programme(costing: Costing, groups: list[Group], objective: Objective) -> Pr
         for c in costing.machine.computes
         if c.matmul
     }
-
-    def peak(tier: str, what: str, column: int, size: float) -> None:
-        row = peaks.setdefault((tier, what), np.zeros(len(choices)))
-        row[column] = max(row[column], size)
-
     for column, (_, choice) in enumerate(choices):
         for option in choice:
             for tier, size in option.home.items():
                 memory[tiers.index(tier), column] += size * share
             for tier, size in option.kv.items():
                 memory[tiers.index(tier), column] += size
-            for tier, size in costing.ring(option).items():
-                peak(tier, "one" if option.layer.kind == "output" else "ring", column, size)
-            for tier in option.kv_ring:
-                peak(tier, "kv ring", column, costing.kv_ring(option.layer))
-            for tier, size in extra[option.place.compute].items():
-                peak(tier, f"at {option.place.compute}", column, size)
+            here = option.place.compute
+            for key, size in (option.buffers | {(tier, f"at {here}"): s for tier, s in extra[here].items()}).items():
+                row = peaks.setdefault(key, np.zeros(len(choices)))
+                row[column] = max(row[column], size)
     blocks = max(1.0, work.batch / (k.rows * k.runs))
     scale = blocks + k.nodes - 1 if objective == "throughput" else (blocks + 1) / 2 * k.nodes
     return Problem(
@@ -249,18 +235,6 @@ def _candidate(costing: Costing, groups: list[Group], n: I64, objective: Objecti
     return Candidate(plan, prediction, prediction.total if objective == "throughput" else prediction.wait)
 
 
-def _unlike(ranked: Iterable[Candidate]) -> list[Candidate]:
-    """The best of each block shape, rows and runs."""
-    seen: set[tuple[int, int]] = set()
-    out = []
-    for c in ranked:
-        key = (c.plan.rows, c.plan.runs)
-        if key not in seen:
-            seen.add(key)
-            out.append(c)
-    return out
-
-
 def why(best: Candidate, other: Candidate) -> str:
     p, b = other.prediction, best.prediction
     phase = max(("prefill", "decode"), key=lambda ph: float(getattr(p, ph) / p.block - getattr(b, ph) / b.block))
@@ -271,42 +245,26 @@ def why(best: Candidate, other: Candidate) -> str:
     )
 
 
-def _gains(
-    model: ModelCost,
-    machine: Machine,
-    work: Workload,
-    best: Candidate,
-    objective: Objective,
-    k_bits: int,
-    v_bits: int,
-    nodes: int,
-    highs: bool | None,
-) -> tuple[Gain, ...]:
+def _better(machine: Machine, nodes: int, most: int) -> list[tuple[str, Machine, int]]:
+    """What could help: in words, the machine, and how many of it (at most ``most``)."""
     tried = [
         (f"+1 GB of {t.name}", machine.with_tier(t.name, capacity=t.capacity + 10**9), nodes) for t in machine.tiers
     ]
-    last = machine.tiers[-1]
     if len(machine.tiers) > 1:
-        tried.append((f"{last.name} twice as fast", machine.faster(last.name, 2.0), nodes))
-    if machine.network is not None and nodes < len(model.layers):
+        last = machine.tiers[-1].name
+        tried.append((f"{last} twice as fast", machine.faster(last, 2.0), nodes))
+    if machine.network is not None and nodes < most:
         tried.append(("one more node", machine, nodes + 1))
-    out = []
-    for what, better, count in tried:
-        found = search(model, better, work, objective=objective, k_bits=k_bits, v_bits=v_bits, nodes=count,
-                       gains=False, highs=highs)  # fmt: skip
-        out.append(Gain(what, best.seconds / found.best.seconds))
-    return tuple(out)
+    return tried
 
 
 def _refusal(model: ModelCost, machine: Machine, work: Workload, k_bits: int, v_bits: int, nodes: int) -> str:
     """Of the plans that need least of all, what each tier lacks."""
     main, needs = machine.computes[0].tier, []
-    for far in [t.name for t in machine.tiers if machine.connected(t.name, main)]:
-        knobs = Knobs(1, 1, min(work.prompt_len, CHUNKS[0]), main, k_bits, v_bits, nodes)
-        places_ = tuple(Place(far, main, far if x.kv_heads else main, main) for x in model.layers)
-        if not machine.connected(main, far):
-            continue
-        plan = Plan(model.name, machine.name, places=places_, **dataclasses.asdict(knobs))
+    knobs = Knobs(1, 1, min(work.prompt_len, CHUNKS[0]), main, k_bits, v_bits, nodes)
+    for far in [t.name for t in machine.tiers if machine.connected(t.name, main) and machine.connected(main, t.name)]:
+        far_off = tuple(Place(far, main, far if x.kv_heads else main, main) for x in model.layers)
+        plan = Plan(model.name, machine.name, places=far_off, **dataclasses.asdict(knobs))
         p = evaluate(model, machine, work, plan)
         short = [(t.name, p.peak(t.name), t.capacity) for t in machine.tiers if p.peak(t.name) > t.capacity]
         needs.append((sum(n - c for _, n, c in short), far, short))

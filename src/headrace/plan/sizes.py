@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -57,14 +57,12 @@ class ModelCost:
         """``nbytes(tensor, n, k)``: bytes of a matrix as stored (as for ``Spec.weight_bytes``)."""
         layers = []
         for key in spec.keys:
-            block = spec.block(key)
-            shapes = [(t, n, k) for t, (n, k) in spec.shapes(key).items()]
-            matrices = [(t, n, k) for t, n, k in shapes if not is_vector(t)]
-            held = spec.weight_bytes(key, nbytes)
+            block, held = spec.block(key), spec.weight_bytes(key, nbytes)
+            matrices = tuple(n * k for t, (n, k) in spec.shapes(key).items() if not is_vector(t))
             if spec.tied and key in ("embed", "output"):  # the table is counted where it is read whole
                 table = nbytes("token_embd", spec.vocab, spec.embed_width)
                 held += table if key == "output" else -table
-            macs = 0 if key == "embed" else sum(n * k for _, n, k in matrices)
+            macs = 0 if key == "embed" else sum(matrices)
             if block is None:
                 live = spec.width * 2 + (spec.vocab if key == "output" else 0)
                 layers.append(LayerCost(key, "embed" if key == "embed" else "output", held, macs, live))
@@ -72,7 +70,7 @@ class ModelCost:
                 live = 3 * spec.width + 2 * block.q_width + 2 * block.kv_width + (2 if block.gated else 1) * block.ffn
                 layers.append(
                     LayerCost(key, "block", held, macs, live, block.q_width, block.kv_heads, block.head_dim,
-                              block.window, tuple(n * k for _, n, k in matrices))
+                              block.window, matrices)
                 )  # fmt: skip
         return cls(name, tuple(layers), spec.width, spec.vocab, spec.tied)
 
@@ -97,28 +95,6 @@ class ModelCost:
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
-
-
-OPT_SIZES: Mapping[str, tuple[int, int, int]] = {
-    "125m": (12, 768, 12), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
-    "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72), "175b": (96, 12288, 96),
-}  # fmt: skip
-"""Layers, width, heads of OPT (Zhang et al. 2022, table 1); FFN 4 x width, vocabulary 50272, tied table."""
-
-
-def opt(size: str, bits: float = 16.0) -> ModelCost:
-    """OPT of a public size, every matrix stored in ``bits`` a weight (4.5: 4 bits, f16 scale and minimum of 64)."""
-    if size not in OPT_SIZES:
-        raise Unsupported(f"no OPT of size {size!r}; known: {', '.join(OPT_SIZES)}.")
-    count, h, heads = OPT_SIZES[size]
-    vocab, scale = 50272, bits / 8
-    matrices = (h * h,) * 4 + (4 * h * h,) * 2
-    block = LayerCost("block", "block", round(sum(matrices) * scale), sum(matrices), 11 * h, h, heads, h // heads,
-                      matrices=matrices)  # fmt: skip
-    blocks = tuple(replace(block, key=f"block.{i}") for i in range(count))
-    embed = LayerCost("embed", "embed", round(2050 * h * scale), 0, 2 * h)
-    output = LayerCost("output", "output", round(vocab * h * scale), vocab * h, 2 * h + vocab)
-    return ModelCost(f"opt-{size}", (embed, *blocks, output), h, vocab, tied=True)
 
 
 Objective: TypeAlias = Literal["throughput", "latency"]

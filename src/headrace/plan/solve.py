@@ -20,6 +20,8 @@ TIDY = 1e-6
 """Weight of all resources' time together beside the objective: of plans as fast, the one that moves less."""
 GAP = 1e-4
 """Relative distance from the optimum at which HiGHS may stop."""
+OPTIONS = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": GAP, "mip_abs_gap": 0.0,
+           "parallel": "off"}  # fmt: skip
 MANY = 6
 """Choices of a kind of layer up to which mixes are enumerated when HiGHS isn't there."""
 
@@ -176,8 +178,7 @@ def _run(highspy: Any, p: _Programme, whole: bool) -> Any:
     lp.a_matrix_.index_ = np.array([i for _, _, r in p.rows for i in r], dtype=np.int32)
     lp.a_matrix_.value_ = np.array([v for _, _, r in p.rows for v in r.values()])
     engine = _engine(highspy)
-    for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("mip_rel_gap", GAP),
-                          ("mip_abs_gap", 0.0), ("parallel", "off")):  # fmt: skip
+    for option, value in OPTIONS.items():
         engine.setOptionValue(option, value)
     engine.passModel(lp)
     engine.run()
@@ -209,10 +210,8 @@ def solve_few(problem: Problem) -> I64 | None:
     if len(several) > 1 or max(np.bincount(problem.kind)) > MANY:
         return _climbs(problem)
     best, value = None, float("inf")
-    for parts in itertools.product(
-        *(_mixes(problem, kind) for kind in range(len(problem.count)) if kind not in several)
-    ):
-        rest = _mixes(problem, several[0]) if several else np.zeros((1, len(problem.kind)), dtype=np.int64)
+    rest = _mixes(problem, several[0]) if several else np.zeros((1, len(problem.kind)), dtype=np.int64)
+    for parts in itertools.product(*(_mixes(problem, k) for k in range(len(problem.count)) if k not in several)):
         n, seconds = _least(problem, rest + sum(parts))
         if n is not None and seconds < value:
             best, value = n, seconds
@@ -238,17 +237,15 @@ def _climbs(problem: Problem) -> I64 | None:
     starts = []
     for kind, own in enumerate(columns):
         for column in own:
-            start = base.copy()
-            start[own] = 0
-            start[column] = problem.count[kind]
-            starts.append(start)
+            starts.append(base.copy())
+            starts[-1][own] = 0
+            starts[-1][column] = problem.count[kind]
     for choice in range(max(map(len, columns))):
-        start = np.zeros(len(problem.kind), dtype=np.int64)
-        start[[own[min(choice, len(own) - 1)] for own in columns]] = problem.count
-        starts.append(start)
+        starts.append(np.zeros_like(base))
+        starts[-1][[own[min(choice, len(own) - 1)] for own in columns]] = problem.count
     best, value = None, float("inf")
     for start in starts:
-        n, seconds = _least(problem, start[None, :])
+        n, seconds = _least(problem, start[None])
         while n is not None:
             better, less = _least(problem, _moves(problem, n, columns))
             if better is None or less >= seconds * (1 - 1e-9):
