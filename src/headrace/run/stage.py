@@ -110,7 +110,11 @@ class Stage:
     def on_event(self, event: StageEvent, now: float) -> list[StageEffect]:
         """One thing happened; returns what must be carried out, in order. At most one Step is out at a time."""
         effects: list[StageEffect] = []
-        self._hear(event, effects)
+        if isinstance(event, Step) and len(self.block) == 1 and event.layer + 1 < self.end and not self.cancelled:
+            self._layer += 1
+            effects.append(Step(self._layer, event.run))  # what follows most often, as ``_hear`` would have it
+        else:
+            self._hear(event, effects)
         if self.watch is not None:
             self.watch(self, event, effects, now)
         return effects

@@ -148,7 +148,9 @@ class TieredComputer:
         number = run.id
 
         def forget(_: weakref.ref[Run]) -> None:
-            self._forget(number)
+            there = self._guests.get(number)
+            if there is not None and there.run() is None:  # another of its number may be there already
+                del self._guests[number]
 
         new = _Guest(weakref.ref(run, forget), run.live, run.rows, TorchRows(run.rows, self._up))
         if guest is not None and guest.run() is run and guest.x is not None:
@@ -158,12 +160,6 @@ class TieredComputer:
             new.x[: len(kept)] = guest.x[kept]
         self._guests[number] = new
         return new
-
-    def _forget(self, number: int) -> None:
-        """A run is gone; another of its number may be there already."""
-        guest = self._guests.get(number)
-        if guest is not None and guest.run() is None:
-            del self._guests[number]
 
     def _to_device(self, run: Run) -> _Guest:
         """The run's residual rows on the device."""
