@@ -49,12 +49,14 @@ def merge(text: str, ranks: Mapping[str, float], between: str) -> list[str]:
         right = after[i] = after[j]
         if right < count:
             before[right] = i
-        for left, its in ((i, right), (before[i], i)):
-            if left >= 0 and its < count:
-                key = symbols[left] + between + symbols[its]
-                rank = get(key)
-                if rank is not None:
-                    heappush(queue, (rank, left, key))
+            key = symbols[i] + between + symbols[right]
+            if (rank := get(key)) is not None:
+                heappush(queue, (rank, i, key))
+        left = before[i]
+        if left >= 0:
+            key = symbols[left] + between + symbols[i]
+            if (rank := get(key)) is not None:
+                heappush(queue, (rank, left, key))
     return [s for s in symbols if s]
 
 
