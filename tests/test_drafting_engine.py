@@ -12,9 +12,13 @@ from headrace.engine import Engine, Options, load
 from headrace.errors import BadFile, BadRequest, OverBudget, Unsupported
 from headrace.memory.stream import Streamed
 from headrace.planning import PLAIN
-from headrace.run.types import Sampling
+from headrace.run.tree import Node
+from headrace.run.types import Draft, Sampling
 from headrace.speculate import serial
+from headrace.speculate.grow import ModelDrafter
 from headrace.speculate.serial import Frugal, Rates
+from headrace.speculate.sync import Synchronous
+from helpers_text import smollm2
 from helpers_tiny import tiny_model
 
 PROMPTS = ["hello world hello world hello", "abcabcabcabcabc", "x", "one two three one two"]
@@ -70,6 +74,8 @@ SAME, OTHER = "same", "other"
         ),
         ((SAME,), {"policy": "pipeinfer", "knobs": {"draft": 4, "pa": 0.01}}),
         ((SAME,), {"knobs": {"draft": 3, "np": 2, "pa": 0.2}}),
+        ((SAME,), {"draft_for_draft": "ngram"}),
+        (("layers:2",), {"draft_for_draft": "ngram", "policy": "pipeinfer", "knobs": {"draft": 4, "np": 3, "pa": 0.0}}),
     ],
     ids=str,
 )
@@ -103,6 +109,8 @@ def test_drafters_that_cannot_be_are_refused(tiny: Path, tmp_path: Path) -> None
         ({"drafter": "ngram", "knobs": {"pr": 0.1}}, BadRequest, "-pr has no meaning for the policy 'ours'"),
         ({"drafter": "ngram", "policy": "best"}, BadRequest, "There is no policy 'best'"),
         ({"policy": "sync"}, BadRequest, "no drafter"),
+        ({"drafter": "ngram", "draft_for_draft": "ngram"}, BadRequest, "no draft to draft for"),
+        ({"drafter": tiny, "draft_for_draft": "magic"}, BadRequest, "'magic' can't draft"),
         ({"drafter": "ngram", "kv_disk": tmp_path}, Unsupported, "whole cache in memory"),
         ({"drafter": tiny, "ram": 60 << 20}, OverBudget, "draft model"),
         ({"drafter": tmp_path / "none.gguf"}, BadFile, "none.gguf"),
@@ -139,3 +147,43 @@ def test_a_kept_cache_goes_on_with_guesses(tiny: Path, monkeypatch: pytest.Monke
         return said
 
     assert turns(drafter=("ngram", tiny)) == turns()
+
+
+def drafted(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, asked: list[str], samplings: Any = SAMPLINGS, **more: Any
+) -> Any:
+    """(what the head was offered, draft by draft; passes of the draft model)."""
+    found: list[Any] = []
+    hear = Synchronous.drafted
+
+    def note(self: Synchronous, seq: int, draft: Draft, fresh: list[Node], now: float) -> None:
+        found.append((draft.base, draft.guesses))
+        hear(self, seq, draft, fresh, now)
+
+    with monkeypatch.context() as patch, load(model, Options(threads=1, context=512, policy="sync", **more)) as engine:
+        patch.setattr(Synchronous, "drafted", note)
+        for i, text in enumerate(asked):
+            engine.generate([text], max_tokens=tokens, sampling=samplings[i % 2], ignore_eos=True)
+        drafter = engine.parts.loop.drafter
+        assert isinstance(drafter, ModelDrafter)
+        return found, drafter._run
+
+
+def test_a_draft_for_the_draft(tiny: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same drafts, from fewer passes where its text repeats itself: it is made to say but three words."""
+    few = tuple((token, 90.0) for token in (40, 41, 42))
+    samplings = [Sampling(bias=few), Sampling(bias=few, temperature=0.8, seed=3)]
+    for named in (tiny, other, "layers:2"):
+        alone, passes = drafted(tiny, monkeypatch, 40, PROMPTS[:2], samplings, drafter=named)
+        staged, fewer = drafted(tiny, monkeypatch, 40, PROMPTS[:2], samplings, drafter=named, draft_for_draft="ngram")
+        assert staged == alone and fewer < passes, named
+
+
+@pytest.mark.slow
+def test_a_draft_for_the_draft_of_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2 drafts for itself; lookup knows much of what it repeats."""
+    asked = ["The cat sat on the mat. The dog lay on the rug. The cat sat on the mat. The dog lay on the rug. The cat"]
+    alone, passes = drafted(smollm2(), monkeypatch, 40, asked, drafter=smollm2())
+    staged, fewer = drafted(smollm2(), monkeypatch, 40, asked, drafter=smollm2(), draft_for_draft="ngram")
+    print(passes, fewer)
+    assert staged == alone and fewer < 0.8 * passes

@@ -81,6 +81,16 @@ def test_more_drafters_and_policies(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", [None, "0.5,0.5/0.5,0.5"])
+def test_a_draft_for_the_draft(models: dict[str, Path], plain: list[list[list[int]]], split: str | None) -> None:
+    """On a rank of its own, or two: what is drafted, launched and accepted is the same, draft by draft."""
+    more: dict[str, Any] = {"policy": "sync", "knobs": {"draft": 5}} | ({"layer_split": split} if split else {})
+    said = [guessed(models, 4 if split else 3, NEAR, draft_for_draft=staged, **more) for staged in (None, "ngram")]
+    assert said[0] == said[1] and said[0]["tokens"] == plain
+    assert said[0]["guesses"]["accepted"] > 0
+
+
+@pytest.mark.slow
 def test_refusals(models: dict[str, Path]) -> None:
     draft = ("-md", models[OTHER])
     cases: list[tuple[tuple[object, ...], str]] = [
@@ -89,6 +99,7 @@ def test_refusals(models: dict[str, Path]) -> None:
         ((*draft, "--layer-split", "0.5,0.5/1.0"), "is for 3 ranks and 2 were started"),
         ((*draft, "--layer-split", "0.7,0.7/1.0"), "shares sum to 1.4"),
         (("--policy", "sync"), "no drafter"),
+        (("--draft-ngram", "--draft-for-draft", "ngram"), "no draft to draft for"),
     ]
     for flags, says in cases:
         done = mpirun(2, "-m", "headrace", "run", "-m", models[TARGET], "--raw", *flags, "hi")

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
 
 from hash_model import LightDraft, LightModel
 from headrace.cluster.loopback import Loopback
 from headrace.run.head import Head
 from headrace.run.schedule import Order
 from headrace.run.stage import Run, Stage
-from headrace.run.types import Choice, Committed, Draft, Emit, Params, Request, RunMessage, Sampling, Submit
+from headrace.run.types import (
+    Cancel,
+    Choice,
+    Committed,
+    Draft,
+    Emit,
+    Params,
+    Request,
+    Result,
+    RunMessage,
+    Sampling,
+    Step,
+    Submit,
+)
 from headrace.simulate.driver import Simulation
 from headrace.simulate.network import LinkSpec
 from headrace.speculate.calibrate import Calibration
 from headrace.speculate.control import Measured, Speed
 from headrace.speculate.drafters import Merged, NGram
-from headrace.speculate.grow import ModelDrafter
-from headrace.speculate.growth import Continuous
+from headrace.speculate.grow import Growth, ModelDrafter
+from headrace.speculate.growth import Continuous, Once
+from headrace.speculate.pipeinfer import Knobs, Microbatches
 
 
 def chain(draft: Draft) -> list[int]:
@@ -143,3 +163,81 @@ def test_lookup_pays_on_one_machine() -> None:
         assert text == [1 + i % 9 for i in range(20, 220)]
         runs[name] = head.counts.runs
     assert runs["none"] >= 200 and runs["lookup"] < 60
+
+
+GROWTHS: dict[str, Callable[[], Growth]] = {
+    "chain": lambda: Once(8),
+    "tree": lambda: Once(4, 3, 12, 4),
+    "ours, narrow": lambda: Continuous(lambda r: 1.0 + r, width=1, floor=0.05),
+    "ours, wide": lambda: Continuous(lambda r: 1 + 0.1 * r, width=4, floor=0.05),
+    "pipeinfer": lambda: Microbatches(Knobs(4, 3, 0.0, 0.02), width=4, lead=12),
+}
+Tree = set[tuple[tuple[int, ...], float, int]]
+
+
+def grown(
+    growth: Growth, staged: bool, seed: int, patient: bool, cheap: Callable[[int], float] = lambda r: 1 + 0.1 * r
+) -> tuple[list[Tree], int]:
+    """What a draft proposes for a text that often repeats itself: (path, stated, rank) for each base; and its runs.
+
+    patient: nothing is committed until the drafter rests; else after any step, so runs are cancelled midway.
+    """
+    layers, vocab, rnd = 3, 4, Random(seed)
+    stage, computer = Stage(0, layers, layers), LightDraft(layers, vocab, seed, 0.7)
+    lookup = NGram(branches=1, least=lambda: 2.0) if staged else None
+    drafter = ModelDrafter(40, growth, most=96, chunk=9, cheap=lookup, cost=cheap)
+    prompt = tuple(rnd.randrange(vocab) for _ in range(20))
+    text = LightModel(layers, vocab, seed).plain(Request(0, prompt, 60))[0]
+    found: list[Tree] = [set() for _ in range(90)]
+    todo: deque[Any] = deque()
+
+    def hear(event: Committed | Result) -> None:
+        for effect in drafter.on_event(event, 0.0):
+            if not isinstance(effect, Draft):
+                todo.appendleft(effect) if isinstance(effect, Cancel) else todo.append(effect)
+                continue
+            paths: list[tuple[int, ...]] = []
+            for guess in effect.guesses:
+                paths.append(((*paths[guess.parent], guess.token)) if guess.parent >= 0 else (guess.token,))
+                found[effect.base].add((paths[-1], guess.probability, guess.rank))
+
+    def work() -> None:
+        event = todo.popleft()
+        if isinstance(event, Result):
+            hear(event)
+            return
+        if isinstance(event, Step):
+            computer.step(event.layer, stage.runs[event.run])
+        todo.extend(stage.on_event(event, 0.0))
+
+    hear(Committed(0, 0, prompt, sampling=Sampling()))
+    at = 0
+    while at < len(text):
+        while todo and (patient or rnd.random() < 0.8):
+            work()
+        count = rnd.choice((1, 1, 1, 2, 3))
+        hear(Committed(0, 20 + at, tuple(text[at : at + count])))
+        at += count
+    hear(Committed(0, 20 + len(text), (), over=True))
+    while todo:
+        work()
+    assert drafter.grown == {} and drafter.pool.available == 40
+    return found, drafter._run
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_a_draft_for_the_draft_changes_no_draft(name: str) -> None:
+    """Staged or not, the same trees, and fewer runs; where runs are cut short, nothing that isn't in the whole tree."""
+    alone = staged = 0
+    for seed in range(1, 4):
+        trees, runs = grown(GROWTHS[name](), False, seed, True)
+        same, fewer = grown(GROWTHS[name](), True, seed, True)
+        assert same == trees and any(trees)
+        alone, staged = alone + runs, staged + fewer
+        hasty, _ = grown(GROWTHS[name](), True, seed, False)
+        other, _ = grown(GROWTHS[name](), True, seed, False, cheap=lambda r: 1.0)
+        for some in (hasty, other):
+            for base, tree in enumerate(some):
+                known = {(path, rank): stated for path, stated, rank in trees[base]}
+                assert all(known.get((path, rank), stated) == stated for path, stated, rank in tree)
+    assert staged < 0.97 * alone

@@ -48,6 +48,8 @@ class Wish:
     layers: int | None = None
     policy: str = "ours"
     knobs: Mapping[str, float] = field(default_factory=dict)
+    staged: bool = False
+    """Prompt lookup drafts for the drafter with layers."""
 
     def __bool__(self) -> bool:
         return self.ngram or self.computes
@@ -91,7 +93,11 @@ def wish_of(options: Options) -> Wish:
         if idle := [f"-{name}" for name in options.knobs if name not in bounds]:
             raise BadRequest(f"{', '.join(idle)} has no meaning for the policy {options.policy!r}; leave it out.")
     model, count = models[0] if models else None, layers[0] if layers else None
-    wish = Wish(NGRAM in named, model, count, options.policy, options.knobs)
+    wish = Wish(NGRAM in named, model, count, options.policy, options.knobs, options.draft_for_draft is not None)
+    if options.draft_for_draft not in (None, NGRAM):
+        raise BadRequest(f"{options.draft_for_draft!r} can't draft for a draft; {NGRAM!r} can.")
+    if wish.staged and not wish.computes:
+        raise BadRequest("There is no draft to draft for (--draft-for-draft); give -md MODEL or --draft-layers.")
     if not wish and (options.knobs or options.policy != "ours"):
         raise BadRequest(
             "Options for guesses are given and no drafter; give -md MODEL, --draft-layers or --draft-ngram."
@@ -279,10 +285,11 @@ def drafter_of(wish: Wish, draft: Draft | None, policy: GuessPolicy | None = Non
         found.append(NGram(branches=int(min(wish.knob("np", 2), 2)), least=serial.least if serial else None))
     if draft is not None:
         growth, number = growth_of(wish, serial, draft.share), len(found)
+        cheap = NGram(branches=1, least=lambda: 2.0) if wish.staged else None
         made: Drafter
         if isinstance(growth, Frugal | Restful):
-            made = Clocked(draft.pages, growth, number, serial.spend if serial else None)
+            made = Clocked(draft.pages, growth, number, serial.spend if serial else None, cheap)
         else:
-            made = ModelDrafter(draft.pages, growth, number, most=128)
+            made = ModelDrafter(draft.pages, growth, number, most=128, cheap=cheap)
         found.append(Translated(made, draft.words) if draft.words else made)
     return Merged(found) if len(found) > 1 else found[0] if found else None

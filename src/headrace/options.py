@@ -92,6 +92,8 @@ class Options:
     drafter: str | Path | Sequence[str | Path] = ()
     """What guesses ahead: "ngram" (prompt lookup), "layers:N" (the model's first N blocks), a draft model's path;
     several work as one. The text stays the same."""
+    draft_for_draft: str | None = None
+    """What guesses for a drafter with layers, so that it takes fewer passes for the same drafts: "ngram"."""
     policy: str = "ours"
     """Which guesses are computed: "ours" measures what pays, "pipeinfer" and "sync" follow ``knobs``."""
     knobs: Mapping[str, float] = field(default_factory=dict)

@@ -28,6 +28,10 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add("-md", "--model-draft", metavar="MODEL", help=draft)
     add("--draft-layers", type=whole(1), metavar="N", help="the model's own first N blocks draft")
     add("--draft-ngram", action="store_true", help="prompt lookup: what followed the last words before comes again")
+    staged = (
+        "a draft for the draft: prompt lookup guesses for the drafter, which takes fewer passes for the same drafts"
+    )
+    add("--draft-for-draft", choices=("ngram",), help=staged)
     policy = (
         "which guesses are computed: ours measures what pays; pipeinfer and sync (draft, verify, draft) follow the "
         "options below (default: pipeinfer when one of -ps, -pr and -pd is given, else ours)"
@@ -48,4 +52,5 @@ def drafting_of(args: argparse.Namespace) -> dict[str, Any]:
     knobs = {name: value for name in KNOBS if (value := getattr(args, f"knob_{name}")) is not None}
     policy = args.policy or ("ours" if set(knobs) <= set(OURS) else "pipeinfer")
     model = [find_named(args.model_draft, args)] if args.model_draft is not None else []
-    return {"drafter": (*named, *model), "policy": policy, "knobs": knobs}
+    staged = args.draft_for_draft
+    return {"drafter": (*named, *model), "draft_for_draft": staged, "policy": policy, "knobs": knobs}

@@ -89,6 +89,11 @@ class NGram:
         guesses = self._guesses(text, least / 2) if least <= 1.0 else ()
         return Draft(seq, len(text.tokens), tuple(text.tokens[-4:]), guesses)
 
+    def after(self, seq: int, path: Sequence[int]) -> tuple[Guess, ...]:
+        """What it proposes if the sequence goes on with these tokens."""
+        text = self._texts[seq]
+        return self._guesses(_Text([*text.tokens, *path], text.places), 0.0)
+
     def _guesses(self, text: _Text, least: float) -> tuple[Guess, ...]:
         tokens, seen = text.tokens, set[int]()
         guesses: list[Guess] = []

@@ -17,7 +17,7 @@ from headrace.run.schedule import Order
 from headrace.run.tree import Node
 from headrace.run.types import Committed, Draft, Result, Row, RunMessage
 from headrace.speculate.control import Measured, Speed
-from headrace.speculate.drafters import DraftEffect
+from headrace.speculate.drafters import DraftEffect, NGram
 from headrace.speculate.grow import NEW, Grown, Leaf, ModelDrafter
 from headrace.speculate.growth import Continuous
 from headrace.speculate.learned import Restful
@@ -241,9 +241,10 @@ class Clocked(ModelDrafter):
     """A model drafter that learns what its steps take, and tells its growth whether its first choices were right."""
 
     def __init__(
-        self, pages: int, growth: Frugal | Restful, drafter: int = 0, spend: Callable[[float], None] | None = None
-    ) -> None:
-        super().__init__(pages, growth, drafter, most=128)
+        self, pages: int, growth: Frugal | Restful, drafter: int = 0, spend: Callable[[float], None] | None = None,
+        cheap: NGram | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(pages, growth, drafter, most=128, cheap=cheap, cost=growth.rates)
         self.rates, self.judged, self.spend = growth.rates, growth.judged, spend
         self._sent = 0.0
         self._prompts: dict[int, int] = {}
