@@ -170,9 +170,32 @@ def _ablation(data: Any) -> Table:
     return columns, rows
 
 
+def _streaming(data: Any) -> Table:
+    columns = [
+        "model",
+        "GB",
+        "limit, MiB",
+        "sequences",
+        "next tokens",
+        "whole job",
+        "tokens/s",
+        "streamed",
+        "limit hit",
+    ]
+    rows = []
+    for r in data["runs"]:
+        shares = [f"{100 * r[k]:.0f}%" for k in ("decode_share", "whole_share")]
+        many = max(n if isinstance(n, int) else max(n) for n in r["pass_rows"][1:])
+        place = [r["name"], f"{r['gigabytes']:.1f}", r["limit_mib"], many]
+        streamed = f"{r['streamed_gb']:.1f} GB"
+        rows.append([*place, *shares, f"{r['decode_tokens_per_s']:.2f}", streamed, f"{r['failcnt']} times"])
+    return columns, rows
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], Table]]] = {
     "vs_llamacpp": ("vs_llamacpp", _vs_llamacpp),
     "ablation": ("ablation", _ablation),
+    "streaming": ("streaming", _streaming),
     "speculation": ("speculation_table", _speculation),
     "speculation_all": ("speculation_table", _speculation_all),
     "speculation_asked": ("speculation_table", _speculation_asked),
