@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from headrace import __version__
-from headrace.cli.hosts import Asked, judge, judge_links, judge_ranks
+from headrace.cli.hosts import Asked, address, judge, judge_links, judge_ranks
 from headrace.cli.main import main
 from headrace.cluster.launch import Way
+from headrace.cluster.look import facts
 from helpers_hosts import Hosts, needs_hosts
 from helpers_mpi import environment
 from helpers_tiny import tiny_model
@@ -143,3 +145,22 @@ def test_three_real_hosts(tmp_path: Path) -> None:
         assert job.returncode == 1, err.decode()
         wrong = [f for f in json.loads(out)["findings"] if f["level"] == "wrong"]
         assert [f["host"] for f in wrong] == ["b"] and "ssh-copy-id b" in wrong[0]["remedy"]
+
+
+def test_a_host_is_compared_with_the_first_that_answered() -> None:
+    way = Way(("ssh",), ("mpirun",), "python3")
+    three = Asked(way, ["gone", "b", "c"], (1, 1, 1), "/m/model.gguf", None)
+    change = {"mpi": {"library": "MPICH 4.3"}, "model": {"there": True, "digest": "cd"}}
+    says = [found.says for found in judge(three, {"b": FACTS, "c": FACTS | change})]
+    assert "and b has Open MPI" in says[0] and "than b" in says[1]
+
+
+def test_two_names_of_this_machine_find_each_other() -> None:
+    way = Way(("ssh",), ("mpirun",), sys.executable)
+    assert address(way, "localhost", socket.gethostname()) == "127.0.0.1"
+
+
+def test_a_model_that_may_not_be_looked_at_is_an_answer() -> None:
+    path = "/" + "x" * 5000  # the system refuses even to look, as it does in another user's folder
+    found = facts(path, path)
+    assert found["model"]["there"] and "error" in found["model"] and not found["seen"]

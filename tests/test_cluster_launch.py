@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.cluster import journal
+from headrace.cluster.attempt import Attempt, Session
 from headrace.cluster.journal import END, JOURNAL, LINE, TEXT, Book, Journal, Line, record
 from headrace.cluster.launch import Launcher, Way
 from headrace.engine import Engine, load
+from headrace.errors import Unavailable
 from headrace.run.types import Request, Sampling
 from helpers_mpi import environment
 from helpers_tiny import tiny_model
@@ -377,3 +379,8 @@ def test_input_that_mpirun_loses_is_asked_for_again() -> None:
     finally:
         os.close(there)
         os.close(here)
+
+
+def test_an_mpirun_that_is_not_there_is_a_sentence() -> None:
+    with pytest.raises(Unavailable, match=r"/no/such/mpirun: can't be started \(No such file"):
+        Attempt(["/no/such/mpirun"], Session()).run()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
 import subprocess
 import sys
 from collections import deque
@@ -203,6 +205,40 @@ def test_what_is_not_in_the_files_is_not_given(tiny: Path) -> None:
     for which, parts in ((1, ()), (0, (1, 0, 10)), (0, (0, 0, PIECE + 1)), (0, (0, 5))):
         with pytest.raises(BadMessage):
             list(giver.answers(Want(which, parts)))
+
+
+def test_a_journal_of_files_that_were_cut_is_forgotten_first(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two, the next start would believe a journal of holes."""
+    file = receive(Wire(tiny), tmp_path, [2]).path
+    os.truncate(file, 100)
+
+    def killed(fd: int, size: int) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "ftruncate", killed)
+        with pytest.raises(RuntimeError):
+            receive(Wire(tiny), tmp_path, [2])
+    os.truncate(file, tiny.stat().st_size)
+    again = receive(Wire(tiny), tmp_path, [2])
+    assert again.path == file and again.received
+
+
+def test_a_file_that_is_gone_is_told(tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(tiny.read_bytes())
+    wire = Wire(copy)
+    told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    wire.fail = told.put  # type: ignore[method-assign]
+    giver = Giver(wire, [wire.model.file])
+    copy.unlink()
+    try:
+        wire.asked(1, Want(0, ()))  # type: ignore[attr-defined]
+        assert "can't be given to rank 1" in str(told.get(timeout=120))
+    finally:
+        giver.close()
 
 
 def test_messages_come_back() -> None:

@@ -156,3 +156,9 @@ def test_the_choice_of_a_user_stays(model: Model) -> None:
     found = shared(model, [1e8] * 3, [PLENTY] * 3, free=frozenset())
     assert (found.rows, found.runs, found.pages) == (64, 1, 99)
     assert found.order(replace(Options(), sequences=7)).sequences == 7
+
+
+def test_rows_by_hand_that_no_shape_allows_leave_the_rest_as_it_is(model: Model) -> None:
+    options = Options(ram=1, rows=1, sequences=48, choice=Choice(Workload(16, 16, 48), free=frozenset()))
+    ranks = [Rank(constants(1e9, 1e6), PLENTY, True)] * 2
+    assert share(make_device(threads=1), model, options, 64, ranks, 99, None) is None

@@ -346,8 +346,8 @@ def share(
     device: Device, model: Model, options: Options, context: int, ranks: Sequence[Rank], pages: int,
     fixed: tuple[tuple[int, int], ...] | None,
 ) -> Shared | None:  # fmt: skip
-    """The decision for these ranks. None where it isn't made: constants of a rank aren't known, or the cache lies on
-    disk.
+    """The decision for these ranks. None where it isn't made: constants of a rank aren't known, the cache lies on
+    disk, or the rows given by hand are fewer than the sequences that would share a block.
 
     pages: of cache, where nothing else is chosen. fixed: edges by hand.
     """
@@ -356,4 +356,5 @@ def share(
     choice = options.choice
     work = choice.work if choice is not None else Workload(128, 128, options.sequences)
     free = choice.free if choice is not None else frozenset()
-    return Sharing(device, model, options, context, ranks, work, free, pages).best(fixed)
+    sharing = Sharing(device, model, options, context, ranks, work, free, pages)
+    return sharing.best(fixed) if any(sharing.shapes()) else None

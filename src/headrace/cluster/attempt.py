@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from headrace.cluster import journal
 from headrace.cluster.journal import Journal
-from headrace.errors import Lost
+from headrace.errors import Lost, Unavailable
 
 START = 300.0
 """Seconds until all ranks are there: Python may lie on slow shared storage."""
@@ -98,9 +98,13 @@ class Attempt:
     def run(self) -> Ended:
         pipe = subprocess.PIPE
         # A session of its own: Ctrl-C on a terminal comes here alone.
-        process = subprocess.Popen(
-            self.words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, preexec_fn=_end_with_parent
-        )
+        try:
+            process = subprocess.Popen(
+                self.words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, preexec_fn=_end_with_parent
+            )
+        except OSError as error:
+            why = f"{self.words[0]}: can't be started ({error.strerror})"
+            raise Unavailable(f"{why}; say where mpirun is: --mpirun.") from None
         try:
             self._attend(process)
         finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import socket
 import sys
@@ -37,7 +38,7 @@ PIECE = bytes(1 << 16)
 
 def facts(model: str, seen: str) -> dict[str, Any]:
     now = system.memory()
-    found: dict[str, Any] = {
+    return {
         "time": time.time(),
         "version": __version__,
         "python": platform.python_version(),
@@ -47,9 +48,8 @@ def facts(model: str, seen: str) -> dict[str, Any]:
         "threads": system.threads(),
         "memory": {"total": now.total, "usable": now.usable},
         "model": _model(Path(model)) if model else None,
-        "seen": bool(seen) and Path(seen).exists(),
+        "seen": bool(seen) and os.path.exists(seen),  # noqa: PTH110  (Path's raises where it may not look)
     }
-    return found
 
 
 def _mpi() -> dict[str, Any]:
@@ -71,17 +71,13 @@ def _mpi() -> dict[str, Any]:
 def _model(path: Path) -> dict[str, Any]:
     from headrace.formats.index import open_model
 
-    if not path.exists():
-        return {"there": False}
     try:
+        if not path.exists():
+            return {"there": False}
         with open_model(path) as file:
-            return {
-                "there": True,
-                "digest": file.digest(),
-                "nbytes": file.nbytes,
-                "on": system.file_system(path.parent),
-            }
-    except HeadraceError as error:
+            on = system.file_system(path.parent)
+            return {"there": True, "digest": file.digest(), "nbytes": file.nbytes, "on": on}
+    except (HeadraceError, OSError) as error:  # a folder above it may be another user's
         return {"there": True, "error": str(error)}
 
 

@@ -118,6 +118,8 @@ class Giver:
                     self.link.send(rank, CONTROL, message)
             except HeadraceError as error:
                 self.link.fail(error)
+            except OSError as error:  # a file that is gone meanwhile
+                self.link.fail(BadFile(f"{error.filename}: can't be given to rank {rank} ({error.strerror})."))
 
     def answers(self, want: Want) -> Iterator[Manifest | Part]:
         """BadMessage for what isn't in the files."""
@@ -214,17 +216,16 @@ class Parcel:
 
     def _open(self) -> None:
         """The files, full of holes, and which parts are in them. Those not sealed are looked at again."""
-        whole = True
-        for name, size in zip(self.names, self.manifest.sizes, strict=True):
-            self._fds.append(fd := open_shared(self.folder / name))
-            if os.fstat(fd).st_size != size:
-                whole = False
+        self.journal = self.folder / ".journal"
+        for name in self.names:
+            self._fds.append(open_shared(self.folder / name))
+        if any(os.fstat(fd).st_size != size for fd, size in zip(self._fds, self.manifest.sizes, strict=True)):
+            self.journal.unlink(missing_ok=True)  # before the files look whole
+            sync_folder(self.folder)
+            for fd, size in zip(self._fds, self.manifest.sizes, strict=True):
                 os.ftruncate(fd, size)
         sync_folder(self.folder)
-        self.journal = self.folder / ".journal"
-        lines = self.journal.read_text(errors="replace").split("\n")[:-1] if whole and self.journal.exists() else []
-        if not whole:
-            self.journal.unlink(missing_ok=True)
+        lines = self.journal.read_text(errors="replace").split("\n")[:-1] if self.journal.exists() else []
         sealed = max((i for i, line in enumerate(lines) if line == SEALED), default=-1)
         for i, line in enumerate(lines):
             with suppress(ValueError):
