@@ -34,7 +34,7 @@ CONFIG = {
 
 def facts(path: Path) -> inspect.Facts:
     with open_model(path) as file:
-        return inspect.facts_of(path, file)
+        return inspect.facts_of(str(path), file)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:

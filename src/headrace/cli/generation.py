@@ -6,10 +6,11 @@ import argparse
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_PROMPT = 64 << 20
 """Bytes of a prompt file: past any context, and a wrong file is noticed before it fills the memory."""
+SAME = ("layer_split", "ship", "context", "kv_bits", "requant", "kv_disk", "kv_frames", "ram")
+"""Options of the command line that are fields of ``Options`` as they stand."""
 PATIENCE = 1.0
 """Seconds without a word after which a person is told what is going on."""
 
@@ -67,6 +70,20 @@ def find_named(name: str | None, args: argparse.Namespace | None = None) -> Path
         return find(name, config.resolve(), note, bar)
 
 
+@contextmanager
+def described(text: str) -> Iterator[tuple[Path, str]]:
+    """(path, what to call it) of a model to be looked at: of one on a hub that isn't here its configuration alone."""
+    if not text.startswith("hf:"):
+        yield (path := find_named(text)), str(path)
+        return
+    from headrace.store import hub
+
+    name, settings = hub.parse(text), config.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        here = hub.cached(name, settings)
+        yield here or hub.configuration(name, settings, Path(folder)), str(here or text)
+
+
 def machine_of(args: argparse.Namespace) -> Options:
     """What ``options.add_machine``'s options say, the same on every rank."""
     from headrace.cli.device import device_of
@@ -78,17 +95,10 @@ def machine_of(args: argparse.Namespace) -> Options:
     return Options(
         **drafting_of(args),
         **device_of(args),
+        **{name: getattr(args, name) for name in SAME},
         batch_threads=args.threads_batch or (),
         threads=0 if args.link else system.cores(),
         rank_threads=args.threads or (),
-        layer_split=args.layer_split,
-        ship=args.ship,
-        context=args.context,
-        kv_bits=args.kv_bits,
-        requant=args.requant,
-        kv_disk=args.kv_disk,
-        kv_frames=args.kv_frames,
-        ram=args.ram,
         tell=note,
     )
 
@@ -100,11 +110,8 @@ def read_text(source: str) -> str:
     """A prompt file's text ("-": standard input), less one newline at its end. BadFile says what is wrong with it."""
     name = "standard input" if source == "-" else source
     try:
-        if source == "-":
-            data = sys.stdin.buffer.read(MAX_PROMPT + 1)
-        else:
-            with Path(source).open("rb") as file:
-                data = file.read(MAX_PROMPT + 1)
+        with nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as file:
+            data = file.read(MAX_PROMPT + 1)
     except FileNotFoundError:
         raise BadFile(f"{name}: there is no such prompt file; check the path.") from None
     except IsADirectoryError:

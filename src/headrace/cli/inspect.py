@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from headrace import config
-from headrace.cli.show import Bar, human, note, table
+from headrace.cli.generation import described
+from headrace.cli.show import human, table
 from headrace.errors import HeadraceError
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.tensor import KNOWN, show
+from headrace.memory.kv import PRESETS
 from headrace.model.layers import Model, load_model, spec_of
 from headrace.model.spec import Spec
-from headrace.store.find import find
-
-PRESETS = ((16, 16), (8, 8), (8, 4), (4, 4))
-"""(K bits, V bits) of the cache."""
 
 Facts = dict[str, Any]
 
@@ -40,7 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    facts = _look(args.model)
+    with described(args.model) as (path, name), open_model(path) as file:
+        facts = facts_of(name, file)
     if args.json:
         print(json.dumps(facts, indent=1))
     elif args.template:
@@ -50,37 +46,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _look(text: str) -> Facts:
-    """The facts of a model that may not be here: of one on a hub the configuration alone is fetched."""
-    settings = config.resolve()
-    if text.startswith("hf:"):
-        from headrace.store import hub
-
-        name = hub.parse(text)
-        path = hub.cached(name, settings)
-        if path is None:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                open_model(hub.configuration(name, settings, Path(folder))) as f,
-            ):
-                return facts_of(Path(text), f)
-    else:
-        with Bar() as bar:
-            path = find(text, settings, note, bar)
-    with open_model(path) as file:
-        return facts_of(path, file)
-
-
 # --- facts ------------------------------------------------------------------------------------------------
 
 
-def facts_of(path: Path, file: ModelFile) -> Facts:
+def facts_of(name: str, file: ModelFile) -> Facts:
     """Everything as plain data. What can't be understood is in "warnings", and its part is empty."""
     warnings: list[str] = []
     spec = _try(lambda: spec_of(file), warnings)
     model = _try(lambda: load_model(file), warnings) if spec and file.tensors else None
     facts: Facts = {
-        "path": str(path),
+        "path": name,
         "kind": file.kind,
         "files": [str(p) for p in file.paths],
         "bytes": file.nbytes,
@@ -147,7 +122,7 @@ def layers(model: Model) -> list[Facts]:
 
 
 def kv_bytes(spec: Spec) -> dict[str, int]:
-    return {f"{k}/{v}": sum(spec.kv_bytes(key, k, v) for key in spec.keys) for k, v in PRESETS}
+    return {name: sum(spec.kv_bytes(key, *bits) for key in spec.keys) for name, bits in PRESETS.items()}
 
 
 def text(file: ModelFile, warnings: list[str]) -> Facts:
@@ -185,19 +160,16 @@ def _surprises(file: ModelFile, spec: Spec | None, model: Model | None, facts: F
 
 
 def _sections(facts: Facts, *, tensors: bool) -> Iterator[str]:
-    a = facts["architecture"]
-    if a:
+    if facts["architecture"]:
         yield table(list(_architecture(facts)))
     if facts["formats"]:
-        rows = [
-            (f["format"], f["tensors"], human(f["bytes"]), "" if f["known"] else "not supported")
-            for f in facts["formats"]
-        ]
+        known = {True: "", False: "not supported"}
+        rows = [(f["format"], f["tensors"], human(f["bytes"]), known[f["known"]]) for f in facts["formats"]]
         yield table([("format", "tensors", "bytes", ""), *rows], right=(1, 2))
     if facts["layers"]:
         yield table([("layer", "bytes each", "formats"), *_grouped(facts["layers"])], right=(1,))
     if facts["kv_bytes_per_token"]:
-        yield table(_cache(facts["kv_bytes_per_token"], a["context"]), right=(1, 2, 3))
+        yield table(_cache(facts["kv_bytes_per_token"], facts["architecture"]["context"]), right=(1, 2, 3))
     if tensors and facts["tensors"]:
         listed = [
             (show(t["name"]).strip("'"), t["format"], "x".join(map(str, t["shape"])), human(t["bytes"]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import config, system
-from headrace.cli.generation import writable, write_file
+from headrace.cli.generation import described, writable, write_file
 from headrace.cli.options import KV_HELP, REQUANT_HELP
 from headrace.cli.parser import kv_bits, size, whole
 from headrace.cli.planned import MACHINE_HELP
-from headrace.cli.show import Bar, note
+from headrace.cli.show import note
 from headrace.errors import BadRequest, OverBudget
-from headrace.store.find import find
 
 if TYPE_CHECKING:
     from headrace.kernels.device import Device
@@ -121,34 +119,25 @@ def opened(args: argparse.Namespace, device: Device) -> Iterator[Model]:
     from headrace.text.tokenizer import Tokenizer
 
     importlib.import_module("headrace.engine")  # so that what the program takes is what it takes when it runs
-    settings, path = config.resolve(), Path()
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model.startswith("hf:"):
-            from headrace.store import hub
-
-            name = hub.parse(args.model)
-            path = hub.cached(name, settings) or hub.configuration(name, settings, Path(folder))
-        else:
-            with Bar() as bar:
-                path = find(args.model, settings, note, bar)
-        with open_model(path) as file:
-            if not file.tensors:
-                yield imagined(file, known_format(args.format), args.requant)
-                return
-            if args.format is not None:
-                raise BadRequest("--format is for a bare configuration; this model's weights are here. See --requant.")
-            tokenizer = Tokenizer.from_metadata(file.metadata)
-            yield load_model(requantise(file, args.requant) if args.requant else file)
-            del tokenizer
+    with described(args.model) as (path, _), open_model(path) as file:
+        if not file.tensors:
+            yield imagined(file, known_format(args.format), args.requant)
+            return
+        if args.format is not None:
+            raise BadRequest("--format is for a bare configuration; this model's weights are here. See --requant.")
+        tokenizer = Tokenizer.from_metadata(file.metadata)  # it takes memory that a run has to have too
+        yield load_model(requantise(file, args.requant) if args.requant else file)
+        del tokenizer
 
 
 def known_format(name: str | None) -> str | None:
     """BadRequest for a storage format that we don't compute with."""
     from headrace.formats.tensor import KNOWN
 
-    if name is not None and name.upper() not in KNOWN:
+    fmt = name and name.upper()
+    if fmt is not None and fmt not in KNOWN:
         raise BadRequest(f"--format {name} is not known; choose one of {', '.join(sorted(KNOWN))}.")
-    return None if name is None else name.upper()
+    return fmt
 
 
 def setting(args: argparse.Namespace, device: Device, model: Model, work: Workload) -> tuple[Options, Machine]:

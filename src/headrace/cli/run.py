@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 from headrace.cli import generation as g
 from headrace.cli import options
 from headrace.cli.planned import ANSWER, expected, tokens_of
-from headrace.cli.show import note
+from headrace.cli.show import EXIT_INTERRUPTED, note
 from headrace.errors import BadRequest
 from headrace.run.types import Sampling
 
 if TYPE_CHECKING:
     from headrace.engine import Engine
-
-INTERRUPTED = 130
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,16 +29,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--file", metavar="FILE", help="read the prompt from a file, less its last newline; - is standard input"
     )
-    parser.add_argument(
-        "-e",
-        "--escape",
-        action="store_true",
-        help=r"read \n, \t, \xHH and the like in prompt, system message and stop texts",
-    )
+    escape = r"read \n, \t, \xHH and the like in prompt, system message and stop texts"
+    parser.add_argument("-e", "--escape", action="store_true", help=escape)
     style = parser.add_mutually_exclusive_group()
-    style.add_argument(
-        "--chat", action="store_true", help="insist on a chat template (default: when the model has one)"
-    )
+    insist = "insist on a chat template (default: when the model has one)"
+    style.add_argument("--chat", action="store_true", help=insist)
     style.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt (with a chat template)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
@@ -65,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             note(g.dim(g.figures_line(figures, bandwidth, finish, totals, plan)))
         g.write_trace(args, engine)  # last: when it can't be written, nothing else is lost
     g.require_numbers(finish)
-    return INTERRUPTED if finish == "cancelled" else 0
+    return EXIT_INTERRUPTED if finish == "cancelled" else 0
 
 
 def texts(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:

@@ -7,12 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace import config
-from headrace.cli.generation import writable, write_file
+from headrace.cli.generation import find_named, writable, write_file
 from headrace.cli.parser import real, whole
-from headrace.cli.show import Bar, note
 from headrace.errors import BadRequest
-from headrace.store.find import find
 
 if TYPE_CHECKING:
     from headrace.simulate.cluster import Cluster, Strategy
@@ -118,8 +115,7 @@ def _sizes(text: str | None, args: argparse.Namespace) -> Sizes | None:
         return None
     if counted := by_count(text, args.bits or 4.5):
         return counted
-    with Bar() as bar:
-        return by_file(find(text, config.resolve(), note, bar), args.bits)
+    return by_file(find_named(text), args.bits)
 
 
 def _strategy(name: str, args: argparse.Namespace) -> Strategy:
