@@ -97,13 +97,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     last_n = "how far the penalty looks back (default 64; 0 not at all, -1 over everything)"
     add("-n", "--tokens", type=whole(1), metavar="N", help=limit)
     add("--temp", type=real(-math.inf), default=0.0, metavar="T", help=temp)
-    add(
-        "--top-k",
-        type=whole(0, 2**31 - 1),
-        default=0,
-        metavar="N",
-        help="choose among the N likeliest (default 0: all)",
-    )
+    top_k = "choose among the N likeliest (default 0: all)"
+    add("--top-k", type=whole(0, 2**31 - 1), default=0, metavar="N", help=top_k)
     add("--top-p", type=real(0, 1, above=True), default=1.0, metavar="P", help=top_p)
     add("--min-p", type=real(0, 1), default=0.0, metavar="P", help=min_p)
     penalty = "make tokens seen lately less likely (default 1: no)"
@@ -117,12 +112,5 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
     """What ``add_sampling``'s options say."""
-    return Sampling(
-        temperature=args.temp,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repeat_penalty=args.repeat_penalty,
-        repeat_last_n=args.repeat_last_n,
-        seed=args.seed,
-    )
+    same = ("top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+    return Sampling(args.temp, **{name: getattr(args, name) for name in same})
