@@ -187,7 +187,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer settings, shorter texts")
     parser.add_argument("--quiet", action="store_true", help="no line for each cell as it is done")
-    parser.add_argument("--out", type=Path, help="folder for speculation_table.json")
+    parser.add_argument(
+        "--out", type=Path, help="folder for speculation_table.json (of --trace: speculation_pair.json)"
+    )
     parser.add_argument("--trace", type=Path, help="ranks and probabilities recorded from a real pair")
     parser.add_argument("--tokens", type=int, help="of the long runs, whatever the nodes")
     parser.add_argument("--seed", type=int, default=1, help="which guesses are right")
@@ -201,7 +203,8 @@ def main() -> None:
     print(text)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "speculation_table.json").write_text(json.dumps({"cells": table, "asked": asked}, indent=1) + "\n")
+        name = "speculation_pair.json" if args.trace else "speculation_table.json"
+        (args.out / name).write_text(json.dumps({"cells": table, "asked": asked}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -154,6 +154,17 @@ def _speculation_all(data: Any) -> Table:
     return ["cost", "nodes", "a", "link", *STRATEGIES, "bound"], rows
 
 
+def _speculation_pair(data: Any) -> Table:
+    """Recorded from a real pair: times plain, eight nodes."""
+    rows = []
+    for c in data["cells"]:
+        sync = f"{c['sync']:.2f} ({c['sync_setting'].removeprefix('sync ')})"
+        sync = sync if c["sync"] >= c["sync8"] else f"{c['sync8']:.2f} (depth 8)"
+        pipe = f"{c['pipeinfer']:.2f} ({c['pipeinfer_setting'].removeprefix('pipeinfer ')})"
+        rows.append([c["curve"], c["link"], f"{c['plain']:.2f}", f"{c['sync8']:.2f}", sync, pipe, f"{c['ours']:.2f}"])
+    return ["cost", "link", *STRATEGIES], rows
+
+
 def _speculation_asked(data: Any) -> Table:
     return ["what was asked", "measured"], [[what, f"{value:.2f}"] for what, value in data["asked"].items()]
 
@@ -198,6 +209,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], Table]]] = {
     "streaming": ("streaming", _streaming),
     "speculation": ("speculation_table", _speculation),
     "speculation_all": ("speculation_table", _speculation_all),
+    "speculation_pair": ("speculation_pair", _speculation_pair),
     "speculation_asked": ("speculation_table", _speculation_asked),
 }
 
