@@ -1,6 +1,6 @@
 """What ``--requant`` costs: perplexity of a bf16 model, and of the same read as q8 and q4.
 
-    python benchmarks/requant.py [--model smollm2-q4_1|gemma3-270m] [--bytes 20000] [--kinds q8 q4] [--plain]
+    python benchmarks/requant.py [--model smollm2-q4_1|gemma3-270m] [--bytes 20000] [--kinds q8 q4] [--plain] [--alike]
 
 No package brings bf16 weights of a model that small, so they are expanded from the files there are. SmolLM2's is Q4_1
 itself, and a good fit would find that grid again and lose nothing; so its channels and neurons are put in another order
@@ -27,6 +27,7 @@ from headrace.formats.quant import dequantise, quantise
 from headrace.formats.requant import RECIPES, requantise
 from headrace.kernels.dispatch import make_device
 from headrace.model.layers import load_model
+from headrace.run.inputs import WORD, squares_of_inputs
 from model_zoo import model_path
 from perplexity import by_us, pieces_of, text_of
 
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=20000)
     parser.add_argument("--kinds", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--alike", action="store_true", help="errors of all columns alike, whatever is fed to them")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     device, source = make_device("cpu", threads=args.threads), model_path(args.model)
@@ -82,8 +84,9 @@ def main() -> None:
         expanded(source, path, args.model.startswith("smollm2") and not args.plain)
         texts = pieces_of(path, text_of(None, args.bytes))
         truth = None
+        inputs = None if args.alike else (WORD, squares_of_inputs)
         for kind in ("bf16", *sorted(args.kinds, reverse=True)):
-            file = open_model(path) if kind == "bf16" else requantise(open_model(path), kind)
+            file = open_model(path) if kind == "bf16" else requantise(open_model(path), kind, inputs)
             start = time.process_time()
             found = by_us(device, load_model(file), texts, (16, 16))
             truth = found if truth is None else truth

@@ -8,28 +8,36 @@ from typing import Any
 import numpy as np
 import pytest
 
+import reference_device
 from gguf_writer import write_gguf
 from headrace import setup
 from headrace.engine import load
-from headrace.errors import BadFile, BadRequest
+from headrace.errors import BadFile, BadRequest, OverBudget
 from headrace.formats import requant
-from headrace.formats.fit import fitted
+from headrace.formats.fit import FITTED, fitted
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.quant import dequantise
 from headrace.formats.requant import RECIPES, requantise, stored
+from headrace.kernels.dispatch import make_device
+from headrace.kernels.ops import Linear
+from headrace.options import Options
+from headrace.placement import open_file
+from headrace.run import inputs
+from headrace.run.inputs import WORD, squares_of_inputs
 from headrace.run.types import Sampling
 from helpers_chat import chat_model
 
 
-def written(source: Path, target: Path, requant: str) -> Path:
+def written(source: Path, target: Path, requant: str, weighed: bool = False) -> Path:
     """The same model in a file whose matrices are in the formats that ``--requant`` gives them."""
     with open_model(source) as file:
+        squares = squares_of_inputs(file) if weighed else {}
         tensors: dict[str, Any] = {}
         for t in file.tensors.values():
             raw, kind = file.read(t), t.fmt
             if t.n > 1:
                 kind = stored(requant, t.name, t.k) or kind
-                raw = fitted(kind, dequantise(t.fmt, raw, t.n, t.k))
+                raw = fitted(kind, dequantise(t.fmt, raw, t.n, t.k), squares.get(t.name))
             tensors[t.name] = (kind, t.shape, [raw])
         write_gguf(target, file.metadata, tensors, file.types)
     return target
@@ -71,7 +79,7 @@ def test_an_engine_computes_the_same(
                 engine.work()
             return engine.parts.name, [(job.tokens, [(c.logprob, c.top) for c in job.choices]) for job in jobs]
 
-    truth = said(written(models["BF16"], tmp_path / "w.gguf", kind))[1]
+    truth = said(written(models["BF16"], tmp_path / "w.gguf", kind, weighed=True))[1]
     assert said(models["BF16"], requant=kind) == (f"tiny-{kind}", truth)
     assert said(models["BF16"])[1] != truth
     monkeypatch.setattr(setup, "place", lambda *args, **kinds: [1, 2])
@@ -109,3 +117,61 @@ def test_weights_that_are_no_numbers_are_refused(models: dict[str, Path], tmp_pa
         write_gguf(tmp_path / "nan.gguf", file.metadata, tensors, file.types)
     with pytest.raises(BadFile, match="NaN"):
         load(tmp_path / "nan.gguf", threads=1, requant="q8")
+
+
+def test_inputs_are_what_the_matrices_get(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers from the reference device, where every matrix's input is looked at as it comes."""
+    fed: dict[tuple[int, str], Any] = {}
+    layers: list[Any] = []
+
+    def listening(op: Any, step: Any) -> None:
+        key = len(layers), op.weight
+        fed[key] = fed.get(key, 0) + (step.regs[op.src].astype(np.float64) ** 2).sum(axis=0)
+        original(op, step)
+
+    original = reference_device._linear
+    with open_model(models["F32"]) as file:
+        found = squares_of_inputs(file)
+        monkeypatch.setitem(reference_device._RUN, Linear, listening)
+        monkeypatch.setattr(inputs, "make_device", lambda **kinds: reference_device.ReferenceDevice())
+        monkeypatch.setattr(inputs, "_nbytes", lambda *args: layers.append(args) or 0)
+        layers.clear()
+        again = squares_of_inputs(file)
+        assert set(found) == set(again) == {n for n, t in file.tensors.items() if t.n > 1 and n.startswith("blk.")}
+        for name, value in found.items():
+            assert value.dtype == np.float32 and value.shape == (file.tensors[name].k,) and value.min() > 0
+            np.testing.assert_allclose(value, again[name], rtol=1e-3)
+
+
+def test_what_it_is_fitted_to_is_in_its_name(models: dict[str, Path]) -> None:
+    def opened(kind: str, word: str | None) -> ModelFile:
+        return requantise(open_model(models["F16"]), kind, None if word is None else (word, squares_of_inputs))
+
+    for name in (ModelFile.digest, ModelFile.identity):
+        assert len({getattr(opened("q4", word), name.__name__)() for word in (None, "1", "2")}) == 3
+    assert opened("q8", "1").digest() == opened("q8", None).digest()  # nothing of it is fitted
+    with open_file(models["F16"], Options(requant="q4")) as file:
+        assert file.digest() == opened("q4", WORD).digest()
+
+
+def test_too_little_memory_to_measure_is_refused(models: dict[str, Path]) -> None:
+    with open_model(models["F16"]) as file, pytest.raises(OverBudget, match=r"MB are left; give .* or take q8"):
+        squares_of_inputs(file, 10_000)
+
+
+def test_threads_and_cpu_change_nothing(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_model(models["BF16"]) as file:
+        truth = squares_of_inputs(file)
+        monkeypatch.setattr(inputs, "make_device", lambda **kinds: make_device(threads=1, cpu="portable"))
+        monkeypatch.setattr(inputs, "RUN", 7)
+        again = squares_of_inputs(file)
+        assert all(truth[name].tobytes() == again[name].tobytes() for name in truth)
+
+
+def test_columns_of_large_inputs_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(3).standard_normal((64, 512)).astype(np.float32)
+    weigh = np.where(np.arange(512) % 16 == 0, 100, 1).astype(np.float32)
+    for fmt in FITTED:
+        plain, weighed = (dequantise(fmt, fitted(fmt, x, w), *x.shape) - x for w in (None, weigh))
+        assert (weigh * weighed**2).sum() < 0.9 * (weigh * plain**2).sum(), fmt
+        assert fitted(fmt, x, np.ones(512, np.float32)).tobytes() == fitted(fmt, x).tobytes()

@@ -36,7 +36,7 @@ def test_sdist_and_wheel_install_in_a_clean_environment(tmp_path: Path) -> None:
         [extension] = [name for name in archive.namelist() if name.endswith(".so")]
         assert b".debug_info" not in (data := archive.read(extension)) and b".symtab" not in data
         assert not [name for name in archive.namelist() if "csrc" in name]
-        assert "headrace/jobs/prose.txt" in archive.namelist()
+        assert "headrace/text/prose.txt" in archive.namelist()
 
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"

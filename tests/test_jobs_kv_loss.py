@@ -12,7 +12,7 @@ from headrace.cli import main
 from headrace.errors import BadRequest
 from headrace.formats.index import open_model
 from headrace.jobs.kv_loss import kv_losses
-from headrace.jobs.prose import TEXT
+from headrace.text.prose import TEXT
 from headrace.kernels.dispatch import make_device
 from headrace.memory.kv import HostKV, kv_shapes
 from headrace.memory.weights import Resident

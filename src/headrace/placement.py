@@ -14,7 +14,7 @@ from headrace.formats.files import free_bytes
 from headrace.formats.index import ModelFile, open_model
 from headrace.formats.requant import requantise
 from headrace.formats.sparse import sparsely
-from headrace.kernels.device import PAGE, Device, KVShape
+from headrace.kernels.device import F32, PAGE, Device, KVShape
 from headrace.memory.ahead import BUFFERS
 from headrace.memory.budget import Budget, human
 from headrace.memory.buffers import round_up
@@ -25,6 +25,7 @@ from headrace.memory.stream import Streamed, evenly, pack
 from headrace.memory.weights import Resident, Weights, layer_nbytes
 from headrace.model.layers import Layer, Model
 from headrace.options import DEFAULT_CONTEXT, Options
+from headrace.run.inputs import WORD, squares_of_inputs
 
 MARGIN = 48 << 20
 """What Python and its libraries still take after the model file was read: tables of the loop, text, NumPy arrays."""
@@ -32,9 +33,13 @@ MARGIN = 48 << 20
 
 def open_file(path: Path, options: Options) -> ModelFile:
     """The model file, requantised or with sparse attention when the options say so."""
+
+    def inputs(file: ModelFile) -> Mapping[str, F32]:
+        return squares_of_inputs(file, None if options.ram is None else options.ram - resident_now())
+
     file = open_model(path)
     try:
-        file = file if options.requant is None else requantise(file, options.requant)
+        file = file if options.requant is None else requantise(file, options.requant, (WORD, inputs))
         return sparsely(file, options.attn_sparsity, options.context or DEFAULT_CONTEXT)
     except BaseException:
         file.close()

@@ -6,18 +6,16 @@ import argparse
 import json
 from dataclasses import asdict
 
-from headrace import config, system
-from headrace.cli.generation import read_text, waiting
-from headrace.cli.show import Bar, human, note, table
-from headrace.store.find import find
+from headrace import system
+from headrace.cli.generation import find_named, read_text, waiting
+from headrace.cli.show import human, note, table
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or JSON."""
-    with Bar() as bar:
-        path = find(args.kv, config.resolve(), note, bar)
+    path = find_named(args.kv)
     from headrace.jobs.kv_loss import kv_losses
-    from headrace.jobs.prose import TEXT
+    from headrace.text.prose import TEXT
     from headrace.options import Options
 
     text = read_text(args.text) if args.text is not None else TEXT
@@ -28,15 +26,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"model": str(path), "kv": [asdict(loss) for loss in losses]}, indent=1))
         return 0
     rows: list[tuple[str, ...]] = [("KV bits", "a token", "perplexity", "loss")]
-    rows += [
-        (
-            loss.bits,
-            human(loss.token_nbytes),
-            f"{loss.perplexity:.3f}",
-            "" if not i else f"{100 * loss.loss:+.2f}% ± {100 * loss.error:.2f}",
-        )
-        for i, loss in enumerate(losses)
-    ]
+    for i, loss in enumerate(losses):
+        lost = f"{100 * loss.loss:+.2f}% ± {100 * loss.error:.2f}" if i else ""
+        rows.append((loss.bits, human(loss.token_nbytes), f"{loss.perplexity:.3f}", lost))
     print(table(rows, right=(1, 2)))
     whose = "of your text" if args.text is not None else "of a built-in English text (--text measures on yours)"
     print(f"\nOver {losses[0].tokens} tokens {whose}; ± is one standard deviation. The default is 16/16 (--kv-bits).")

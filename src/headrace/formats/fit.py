@@ -1,8 +1,9 @@
 """f32 to block formats with scales that keep the squared error small, where ``quantise`` takes them from the extremes.
 
 A few grids are tried for each group of weights, from the whole range to a part of it; each is moved to where the
-least squares put it for the codes that it gave, and the best is taken. Only operations by element, and sums as one
-fixed tree: the bytes are the same on every machine, and don't depend on what is converted beside them.
+least squares put it for the codes that it gave, and the best is taken; squares may be weighted by column. Only
+operations by element, and sums as one fixed tree: the bytes are the same on every machine, and don't depend on what is
+converted beside them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NEAREST = np.abs(np.arange(-128, 128, dtype=np.float32)[:, None] - IQ4_VALUES).
 """Code of the value next to -128, -127 ... 127."""
 _NEAREST_VALUE = IQ4_VALUES[_NEAREST]
 
-# Below, ``x`` is f32 [weights of a group, groups].
+# Below, ``x`` is f32 [weights of a group, groups], and so is ``w``, what an error's square is multiplied by.
 
 
 def _sum(x: F32) -> F32:
@@ -58,9 +59,9 @@ def _codes(x: F32, step: F32, low: F32, top: int) -> F32:
     return q
 
 
-def _affine(x: F32, top: int, below: bool) -> tuple[F32, F32]:
+def _affine(x: F32, w: F32, top: int, below: bool) -> tuple[F32, F32]:
     """(step, low) of the best grid found. below: low must not be over 0."""
-    n, sx, sxx = np.float32(len(x)), _sum(x), _sum(x * x)
+    n, sx, sxx = _sum(w), _sum(w * x), _sum(w * x * x)
     low, high = x.min(axis=0), x.max(axis=0)
     if below:
         low = np.minimum(low, 0)
@@ -68,9 +69,10 @@ def _affine(x: F32, top: int, below: bool) -> tuple[F32, F32]:
     for part in PARTS:
         half = (high - low) * np.float32(part / 2)
         q = _codes(x, half * np.float32(2 / top), (high + low) * np.float32(0.5) - half, top)
-        sq, sqq, sqx = _sum(q), _sum(q * q), _sum(q * x)
+        wq = w * q
+        sq, sqq, sqx = _sum(wq), _sum(wq * q), _sum(wq * x)
         step: F32 = np.maximum(_over(n * sqx - sq * sx, n * sqq - sq * sq), 0)
-        start: F32 = (sx - step * sq) * np.float32(1 / len(x))
+        start: F32 = _over(sx - step * sq, n)
         if below:
             over = start > 0
             step, start = np.where(over, _over(sqx, sqq), step), np.where(over, np.float32(0), start)
@@ -88,13 +90,13 @@ def _better(best: tuple[F32, ...] | None, other: tuple[F32, ...]) -> tuple[F32, 
     return tuple(np.where(less, o, b) for o, b in zip(other, best, strict=True))
 
 
-def _about_zero(x: F32, farthest: int, values: Callable[[F32], F32]) -> F32:
+def _about_zero(x: F32, w: F32, farthest: int, values: Callable[[F32], F32]) -> F32:
     """The step of the best grid about 0. farthest: its end; values: x over the step -> x on the grid, over the step."""
     far = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], 0)[0] / np.float32(farthest)
     best: tuple[F32, ...] | None = None
     for factor in STEPS:
         v = values(x * _over(np.ones_like(far), far * np.float32(factor)))
-        sqq, sqx = _sum(v * v), _sum(v * x)
+        sqq, sqx = _sum(w * v * v), _sum(w * v * x)
         step = _over(sqx, sqq)
         best = _better(best, (-step * sqx, step))
     assert best is not None
@@ -114,11 +116,11 @@ def _high(q: Bytes) -> Bytes:
     return bits
 
 
-def _affine_block(bits: int) -> Callable[[F32], Bytes]:
+def _affine_block(bits: int) -> Callable[[F32, F32], Bytes]:
     """Q4_1, Q5_1: f16 step and low."""
 
-    def pack(x: F32) -> Bytes:
-        step, low = map(_f16, _affine(x, (1 << bits) - 1, False))
+    def pack(x: F32, w: F32) -> Bytes:
+        step, low = map(_f16, _affine(x, w, (1 << bits) - 1, False))
         q = _codes(x, step, low, (1 << bits) - 1).T.astype(np.uint8)
         parts = [_bytes16(step), _bytes16(low), *([_high(q)] if bits == 5 else []), _nibbles(q)]
         return np.hstack(parts)
@@ -126,27 +128,27 @@ def _affine_block(bits: int) -> Callable[[F32], Bytes]:
     return pack
 
 
-def _iq4_nl(x: F32) -> Bytes:
+def _iq4_nl(x: F32, w: F32) -> Bytes:
     def whole(y: F32) -> Bytes:
         q: Bytes = np.clip(np.rint(y) + 128, 0, 255).astype(np.uint8)
         return q
 
-    step = _f16(_about_zero(x, -127, lambda y: _NEAREST_VALUE.take(whole(y))))
+    step = _f16(_about_zero(x, w, -127, lambda y: _NEAREST_VALUE.take(whole(y))))
     q: Bytes = _NEAREST.take(whole(x * _over(np.ones_like(step), step))).T.astype(np.uint8)
     return np.hstack((_bytes16(step), _nibbles(q)))
 
 
-def _q5_0(x: F32) -> Bytes:
-    step = _f16(_about_zero(x, -16, lambda y: np.clip(np.rint(y), -16, 15)))
+def _q5_0(x: F32, w: F32) -> Bytes:
+    step = _f16(_about_zero(x, w, -16, lambda y: np.clip(np.rint(y), -16, 15)))
     q = (np.clip(np.rint(x * _over(np.ones_like(step), step)), -16, 15) + 16).T.astype(np.uint8)
     return np.hstack((_bytes16(step), _high(q), _nibbles(q)))
 
 
-def _k_block(bits: int) -> Callable[[F32], Bytes]:
+def _k_block(bits: int) -> Callable[[F32, F32], Bytes]:
     """Q4_K, Q5_K: eight groups share an f16 of which their steps are 6-bit multiples, and one for their lows."""
 
-    def pack(x: F32) -> Bytes:
-        step, low = (v.reshape(-1, 8) for v in _affine(x, (1 << bits) - 1, True))
+    def pack(x: F32, w: F32) -> Bytes:
+        step, low = (v.reshape(-1, 8) for v in _affine(x, w, (1 << bits) - 1, True))
         d, m = (_f16(v.max(axis=1, keepdims=True) / np.float32(63)) for v in (step, -low))
         scale, minimum = (
             np.clip(np.rint(v * _over(np.ones_like(u), u)), 0, 63).astype(np.uint8) for v, u in ((step, d), (-low, m))
@@ -163,28 +165,32 @@ def _k_block(bits: int) -> Callable[[F32], Bytes]:
     return pack
 
 
-_FIT: Mapping[str, Callable[[F32], Bytes]] = {
+FITTED: Mapping[str, Callable[[F32, F32], Bytes]] = {
     "Q4_1": _affine_block(4), "Q5_1": _affine_block(5), "IQ4_NL": _iq4_nl, "Q5_0": _q5_0, "Q4_K": _k_block(4),
     "Q5_K": _k_block(5),
 }  # fmt: skip
 
 
-def fitted(fmt: str, x: F32) -> Bytes:
+def fitted(fmt: str, x: F32, weigh: F32 | None = None) -> Bytes:
     """f32 [..., k] -> file bytes [rows, row bytes]; formats that aren't fitted as ``quantise`` does it.
+
+    weigh: [k], over 0, what the squared errors of a column are multiplied by; None: all are alike.
 
     BadFile for NaN or infinity; Unsupported for formats that are only read.
     """
-    if fmt not in _FIT:
+    if fmt not in FITTED:
         return quantise(fmt, x)
     k = x.shape[-1]
     width, size = BLOCKS[fmt]
     if not np.isfinite(x).all():
         raise BadFile("The weights hold NaN or infinity, so they can't be quantised; use an undamaged model.")
     groups = np.ascontiguousarray(x, np.float32).reshape(-1, GROUP)
+    weights = np.ones((k // GROUP, GROUP), np.float32) if weigh is None else weigh.reshape(-1, GROUP)
     out = np.empty((len(groups) * GROUP // width, size), np.uint8)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for i in range(0, len(groups), _AT_ONCE):
             some = np.ascontiguousarray(groups[i : i + _AT_ONCE].T)
+            w = np.ascontiguousarray(weights[np.arange(i, i + some.shape[1]) % len(weights)].T)
             at = i * GROUP // width
-            out[at : at + some.shape[1] * GROUP // width] = _FIT[fmt](some)
+            out[at : at + some.shape[1] * GROUP // width] = FITTED[fmt](some, w)
     return out.reshape(-1, row_nbytes(fmt, k))

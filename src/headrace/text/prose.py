@@ -2,4 +2,4 @@
 
 from importlib.resources import files
 
-TEXT = files("headrace.jobs").joinpath("prose.txt").read_text("utf-8")
+TEXT = files("headrace.text").joinpath("prose.txt").read_text("utf-8")
