@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,17 @@ def test_too_little_memory_is_called_so(
 def test_the_log_of_flexgen_is_looked_at_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flexgen", "--model", "t.gguf", "--device", "cpu", "--log-file", "no/log"]) == 2
     assert "no such folder for the log" in capsys.readouterr().err
+
+
+def test_an_output_that_has_no_such_character_gets_its_escape(here: Path) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    line = [sys.executable, "-m", "headrace", "run", "-m", "t.gguf", "--raw", "-n", "40", "--ignore-eos", "hi"]
+    done = subprocess.run(line, cwd=here, env=env, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and b"\\ufffd" in done.stdout
+
+
+def test_a_cache_that_is_a_file_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", "junk")
+    assert main(["cache"]) == 2
+    assert "HEADRACE_CACHE names" in capsys.readouterr().err

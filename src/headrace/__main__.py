@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -12,6 +13,9 @@ def start() -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started us; the next file opened would take its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, PTH123
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that can't show a character isn't a reason to stop
+            stream.reconfigure(errors="backslashreplace")
     wanted = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if wanted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -87,7 +87,10 @@ def variables(names: Iterable[str]) -> dict[str, str]:
 def _cache(env: Mapping[str, str]) -> Path:
     given = env.get("HEADRACE_CACHE")
     if given:
-        return Path(given).expanduser().absolute()
+        path = Path(given).expanduser().absolute()
+        if path.exists() and not path.is_dir():
+            raise Unsupported(f"HEADRACE_CACHE names {path}, which is no folder; set it to one, or unset it.")
+        return path
     # XDG Base Directory Specification: a relative path there is invalid and to be ignored.
     base = env.get("XDG_CACHE_HOME", "")
     if base and Path(base).is_absolute():
