@@ -128,10 +128,6 @@ class Team:
         here = self.plan.targets == len(self.plan.firsts) and self.wish.ngram
         return drafting.drafter_of(drafting.Wish(ngram=True, knobs=self.wish.knobs), None) if here else None
 
-    def probe(self, loop: MpiHead) -> None:
-        if isinstance(loop.head.policy, Learned):
-            probe(loop, loop.head.policy)
-
     def stages(self) -> list[tuple[Stage, DeviceComputer]]:
         return [(self.mine.stage, self.mine.computer)]
 
@@ -170,7 +166,8 @@ def lead(path: Path, options: Options, link: Link) -> Parts:
     loop = MpiHead(
         link, _ranks(plan), team.head(), team.stages(), plan.targets, team.drafter(), team.drafting, team.recover
     )
-    team.probe(loop)
+    if isinstance(loop.head.policy, Learned):
+        probe(loop, loop.head.policy)
     device = mine.computer.device
     team.parts = Parts(
         model, tokenizer, device, loop, mine.weights, mine.computer, team.context, mine.budget,

@@ -104,8 +104,7 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     layers = model.layers
     wish = drafting.wish_of(options)
     policy = drafting.policy_of(wish)
-    order = order_of(options)
-    order = drafting.order_of(wish, order)
+    order = drafting.order_of(wish, order_of(options))
     budget = Budget(options.ram)
     caches = options.caches or affordable_caches(device, model, context, options)
     pages = pages_for(context + policy.most_guesses) * caches

@@ -39,15 +39,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "run. Prompts are made-up token ids. Where a plan decided (--ram), what it predicted stands beside."
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=options.MODEL_HELP)
-    parser.add_argument(
-        "--prefill", type=counts, default=(32, 128, 512), metavar="N,N", help="prompt lengths (default 32,128,512)"
-    )
-    parser.add_argument(
-        "--depth", type=counts, default=(1, 512), metavar="N,N", help="where in the context to decode (default 1,512)"
-    )
-    parser.add_argument(
-        "--rows", type=counts, default=(4, 16), metavar="N,N", help="sequences to decode side by side (default 4,16)"
-    )
+    for flag, default, what in (
+        ("--prefill", (32, 128, 512), "prompt lengths"),
+        ("--depth", (1, 512), "where in the context to decode"),
+        ("--rows", (4, 16), "sequences to decode side by side"),
+    ):
+        usual = f"{what} (default {','.join(map(str, default))})"
+        parser.add_argument(flag, type=counts, default=default, metavar="N,N", help=usual)
     parser.add_argument("-n", "--tokens", type=whole(2), default=32, metavar="N", help="tokens to decode (default 32)")
     parser.add_argument("--rounds", type=whole(1), default=3, metavar="N", help="times to measure (default 3)")
     parser.add_argument("--json", action="store_true", help="print JSON, every sample included")

@@ -102,9 +102,10 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self.template.encode(asked)
         answer, finish = [], ""
+        most = self.args.tokens or options.DEFAULT_TOKENS
         stream = self.engine.stream(
             ids,
-            max_tokens=self.args.tokens or options.DEFAULT_TOKENS,
+            max_tokens=most,
             sampling=self.sampling,
             stop=self.args.stop,
             ignore_eos=self.args.ignore_eos,

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**report, "missing": missing}, indent=1))
         return 0
-    rows = [(name if not i else "", line) for name, part in report.items() for i, line in enumerate(_lines(name, part))]
+    rows = [(name if not i else "", line) for name, part in report.items() for i, line in enumerate(SHOWN[name](part))]
     print(table(rows))
     for line in missing:
         print(f"\n{line}")
@@ -172,11 +172,8 @@ def _disk_rate(cache: Path) -> dict[str, Any]:
             reader.close()
     finally:
         path.unlink(missing_ok=True)
-    return {
-        "read_bytes_per_s": DISK_BYTES / took,
-        "write_bytes_per_s": DISK_BYTES / wrote,
-        "past_page_cache": reader.direct,
-    }
+    rates = {"read_bytes_per_s": DISK_BYTES / took, "write_bytes_per_s": DISK_BYTES / wrote}
+    return {**rates, "past_page_cache": reader.direct}
 
 
 def mpi() -> dict[str, Any]:
@@ -193,8 +190,7 @@ def mpi() -> dict[str, Any]:
 
 def gpu() -> dict[str, Any]:
     """What PyTorch says, when it is installed; else whether a driver's program is."""
-    found: dict[str, Any] = {"torch": None, "devices": []}
-    found["driver"] = shutil.which("nvidia-smi") is not None
+    found: dict[str, Any] = {"torch": None, "devices": [], "driver": shutil.which("nvidia-smi") is not None}
     if importlib.util.find_spec("torch") is None:
         return found
     try:
@@ -228,10 +224,6 @@ def advice(report: Report) -> Iterator[str]:
     if gpu["driver"] and not gpu["devices"]:
         why = "PyTorch sees none" if gpu["torch"] else "PyTorch is missing"
         yield f"There is an NVIDIA driver, but {why}. Get it: {python} -m pip install --force-reinstall torch"
-
-
-def _lines(name: str, part: dict[str, Any]) -> list[str]:
-    return {"program": _program, "cpu": _cpu, "memory": _memory, "disk": _disk, "mpi": _mpi, "gpu": _gpu}[name](part)
 
 
 def _program(part: dict[str, Any]) -> list[str]:
@@ -271,3 +263,7 @@ def _gpu(part: dict[str, Any]) -> list[str]:
         return [f"{device['name']}, {human(device['memory'])}" for device in part["devices"]]
     torch = f"PyTorch {part['torch']} sees none" if part["torch"] else "PyTorch is not installed"
     return [f"none used: {torch}" + (f" ({part['error']})" if "error" in part else "")]
+
+
+SHOWN = {"program": _program, "cpu": _cpu, "memory": _memory, "disk": _disk, "mpi": _mpi, "gpu": _gpu}
+"""Part of the report -> its lines for people."""

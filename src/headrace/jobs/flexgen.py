@@ -107,9 +107,8 @@ def prompts(engine: Engine, policy: Policy) -> list[list[int]]:
     first = 1 if engine.tokenizer.add_bos and len(ids) > 1 else 0
     body = ids[first:]
     again = policy.prompt_len // len(body) + 2
-    return [
-        [*ids[:first], *(body * again)[i % len(body) :]][: policy.prompt_len] for i in range(policy.sequences)
-    ]  # fmt: skip
+    begun = ((body * again)[i % len(body) :] for i in range(policy.sequences))
+    return [[*ids[:first], *words][: policy.prompt_len] for words in begun]
 
 
 @dataclass(frozen=True)

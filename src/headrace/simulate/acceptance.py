@@ -12,7 +12,7 @@ from math import log
 from typing import Protocol
 
 from headrace.run.stage import Run
-from headrace.run.types import Choice
+from headrace.run.types import Choice, Row
 
 RUNNERS_UP = (0.38, 0.16, 0.09, 0.06)
 """Of what the first choice leaves, the shares of the second to fifth."""
@@ -87,40 +87,27 @@ class TargetText:
     layers: int
 
     def step(self, layer: int, run: Run) -> None:
-        if layer != self.layers - 1:
-            return
-        rows = run.message.rows
-        chosen = []
-        for i in run.live:
-            row = rows[i]
-            if row.wanted:
-                right = row.token == 2 * row.position
-                chosen.append(Choice(i, truth(row.position + 1) if right else wrong(row.token, 0)))
-        run.choices = tuple(chosen)
+        if layer == self.layers - 1:
+            rows = run.message.rows
+            run.choices = tuple(self.choice(i, rows[i]) for i in run.live if rows[i].wanted)
+
+    def choice(self, i: int, row: Row) -> Choice:
+        """What follows a row."""
+        return Choice(i, truth(row.position + 1) if row.token == truth(row.position) else wrong(row.token, 0))
 
 
 @dataclass
-class DraftText:
+class DraftText(TargetText):
     """A ``Computer`` for the drafter's last stage: its list after each row."""
 
-    layers: int
     ranks: Ranks
 
-    def step(self, layer: int, run: Run) -> None:
-        if layer != self.layers - 1:
-            return
-        rows = run.message.rows
-        chosen = []
-        for i in run.live:
-            row = rows[i]
-            if not row.wanted:
-                continue
-            at = row.position + 1
-            place = at + (row.seq << 24)  # every sequence has luck of its own
-            right = self.ranks.rank(place) if row.token == 2 * row.position else -1
-            top = tuple(
-                (truth(at) if rank == right else wrong(row.token, rank), log(max(p, 1e-9)))
-                for rank, p in enumerate(self.ranks.stated(place))
-            )
-            chosen.append(Choice(i, top[0][0], top[0][1], top))
-        run.choices = tuple(chosen)
+    def choice(self, i: int, row: Row) -> Choice:
+        at = row.position + 1
+        place = at + (row.seq << 24)  # every sequence has luck of its own
+        right = self.ranks.rank(place) if row.token == truth(row.position) else -1
+        top = tuple(
+            (truth(at) if rank == right else wrong(row.token, rank), log(max(p, 1e-9)))
+            for rank, p in enumerate(self.ranks.stated(place))
+        )
+        return Choice(i, *top[0], top)

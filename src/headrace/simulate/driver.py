@@ -16,18 +16,7 @@ from headrace.errors import HeadraceError
 from headrace.run.head import Head
 from headrace.run.stage import Computer, Stage
 from headrace.run.trace import Recorder
-from headrace.run.types import (
-    Cancel,
-    Committed,
-    Draft,
-    Emit,
-    Finish,
-    HeadEvent,
-    Passed,
-    Result,
-    RunMessage,
-    Step,
-)
+from headrace.run.types import Cancel, Committed, Draft, Emit, Finish, HeadEvent, Passed, Result, RunMessage, Step
 from headrace.simulate.clock import Clock
 from headrace.simulate.network import Link, LinkSpec, nbytes, run_nbytes
 from headrace.speculate.drafters import Drafter

@@ -54,12 +54,7 @@ def remove(root: Path, name: str) -> Entry:
 
 def _entry(name: str, folder: Path, size: Callable[[Path], int] = lambda p: p.stat().st_size) -> Entry:
     files = [p for p in folder.rglob("*") if p.is_file()]
-    return Entry(
-        name,
-        folder,
-        sum(size(p) for p in files),
-        any(p.name.endswith(PART) for p in files),
-    )
+    return Entry(name, folder, sum(size(p) for p in files), any(p.name.endswith(PART) for p in files))
 
 
 def _folders(path: Path) -> list[Path]:
