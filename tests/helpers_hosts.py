@@ -158,9 +158,11 @@ class Hosts:
         return [shutil.which("ip", path=SBIN) or "ip", "netns", "exec", self._space(name), *ours]
 
     def popen(self, words: Sequence[object], **more: Any) -> subprocess.Popen[bytes]:
-        """A command on the user's side; its process is the command's own."""
+        """A command on the user's side; its process is the command's own, and heeds Ctrl-C also where a shell in the
+        background has it ignored."""
         variables: Mapping[str, str] = more.pop("env", environment())
-        return subprocess.Popen([*self.inside("user"), *map(str, words)], env={**variables, "PATH": SBIN}, **more)
+        line = ["env", "--default-signal=INT", *self.inside("user"), *map(str, words)]
+        return subprocess.Popen(line, env={**variables, "PATH": SBIN}, **more)
 
     def processes(self, name: str) -> dict[int, str]:
         """Process id as seen from here -> command line, of all on a host but its sshd."""
