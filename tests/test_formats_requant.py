@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,26 @@ from headrace.errors import BadFile, BadRequest, OverBudget
 from headrace.formats import requant
 from headrace.formats.fit import FITTED, fitted
 from headrace.formats.index import ModelFile, open_model
+from headrace.formats.pack import PackWriter
 from headrace.formats.quant import dequantise
 from headrace.formats.requant import RECIPES, requantise, stored
 from headrace.kernels.dispatch import make_device
 from headrace.kernels.ops import Linear
+from headrace.memory.stream import pack
+from headrace.model.layers import load_model
 from headrace.options import Options
 from headrace.placement import open_file
 from headrace.run import inputs
 from headrace.run.inputs import WORD, squares_of_inputs
+from headrace.run.score import perplexity
 from headrace.run.types import Sampling
+from headrace.text.tokenizer import Tokenizer
 from helpers_chat import chat_model
+from perplexity import by_us
+from requant import expanded
+from test_model_real import smollm2
+
+LICENCE = Path(__file__).resolve().parent.parent / "LICENSE"
 
 
 def written(source: Path, target: Path, requant: str, weighed: bool = False) -> Path:
@@ -130,6 +141,7 @@ def test_inputs_are_what_the_matrices_get(models: dict[str, Path], monkeypatch: 
         original(op, step)
 
     original = reference_device._linear
+    monkeypatch.setattr(inputs, "MOST", 48)
     with open_model(models["F32"]) as file:
         found = squares_of_inputs(file)
         monkeypatch.setitem(reference_device._RUN, Linear, listening)
@@ -160,6 +172,7 @@ def test_too_little_memory_to_measure_is_refused(models: dict[str, Path]) -> Non
 
 
 def test_threads_and_cpu_change_nothing(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MOST", 150)
     with open_model(models["BF16"]) as file:
         truth = squares_of_inputs(file)
         monkeypatch.setattr(inputs, "make_device", lambda **kinds: make_device(threads=1, cpu="portable"))
@@ -175,3 +188,43 @@ def test_columns_of_large_inputs_lose_less(monkeypatch: pytest.MonkeyPatch) -> N
         plain, weighed = (dequantise(fmt, fitted(fmt, x, w), *x.shape) - x for w in (None, weigh))
         assert (weigh * weighed**2).sum() < 0.9 * (weigh * plain**2).sum(), fmt
         assert fitted(fmt, x, np.ones(512, np.float32)).tobytes() == fitted(fmt, x).tobytes()
+
+
+def test_a_pack_begun_again_is_an_undisturbed_ones(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each try measures anew, and comes to the same."""
+
+    def packed(folder: Path, tell: Callable[[str], None] | None = None) -> Path:
+        with open_file(models["BF16"], Options(requant="q4")) as file:
+            return pack(make_device("cpu", threads=1), load_model(file), [1, 2], folder, tell).path
+
+    truth = packed(tmp_path / "whole")
+    write = PackWriter._write_layer
+
+    def stopping(fd: int, key: str, *rest: Any) -> str:
+        if key == "block.1":
+            raise KeyboardInterrupt
+        return write(fd, key, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackWriter, "_write_layer", staticmethod(stopping))
+        with pytest.raises(KeyboardInterrupt):
+            packed(tmp_path / "parts")
+    assert [p.suffix for p in sorted((tmp_path / "parts").iterdir())] == [".journal", ".part"]
+    again = packed(tmp_path / "parts")
+    assert (again.name, again.read_bytes()) == (truth.name, truth.read_bytes())
+
+
+@pytest.mark.slow
+def test_four_bits_cost_a_few_percent(tmp_path: Path) -> None:
+    """SmolLM2, in an order in which its own four bits are of no help."""
+    path = tmp_path / "bf16.gguf"
+    expanded(smollm2(), path, True)
+    ids = Tokenizer.from_metadata(open_model(path).metadata).encode(LICENCE.read_text()[:5000])[:1000]
+    device = make_device("cpu", threads=2)
+
+    def score(file: ModelFile) -> float:
+        return float(np.log(perplexity(by_us(device, load_model(file), [ids[:500], ids[500:]], (16, 16)))))
+
+    truth = score(open_model(path))
+    lost = [score(requantise(open_model(path), "q4", how)) - truth for how in (None, (WORD, squares_of_inputs))]
+    assert 0 < lost[1] < 0.08 and lost[1] < 0.8 * lost[0], lost

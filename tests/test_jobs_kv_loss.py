@@ -12,13 +12,13 @@ from headrace.cli import main
 from headrace.errors import BadRequest
 from headrace.formats.index import open_model
 from headrace.jobs.kv_loss import kv_losses
-from headrace.text.prose import TEXT
 from headrace.kernels.dispatch import make_device
 from headrace.memory.kv import HostKV, kv_shapes
 from headrace.memory.weights import Resident
 from headrace.model.layers import load_model
 from headrace.options import Options
 from headrace.run.score import ScoringComputer, log_probabilities
+from headrace.text.prose import TEXT
 from helpers_chat import chat_model
 
 OPTIONS = Options(threads=1, rows=64, sequences=1)

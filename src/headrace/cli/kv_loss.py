@@ -15,8 +15,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or JSON."""
     path = find_named(args.kv)
     from headrace.jobs.kv_loss import kv_losses
-    from headrace.text.prose import TEXT
     from headrace.options import Options
+    from headrace.text.prose import TEXT
 
     text = read_text(args.text) if args.text is not None else TEXT
     options = Options(threads=args.threads or system.cores(), rows=64, sequences=1, tell=note)

@@ -1,4 +1,4 @@
-"""Which inputs of each matrix are large: what ``--requant q4`` weighs a weight's error by (``formats/fit.py``).
+"""Which inputs of each matrix are large: what ``--requant`` weighs a weight's error by (``formats/fit.py``).
 
 The model as it is (f16, bf16, f32) reads a text of ours, layer by layer with one layer in memory, on the CPU device,
 whose numbers are the same on every machine; so are these. An error in a weight is multiplied by its input: what a
