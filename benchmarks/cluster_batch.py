@@ -63,6 +63,7 @@ class Paced:
         """Slow the product down at its two seams: the read of a piece of a layer, and the step of a layer."""
         from headrace.memory.stream import Streamed
         from headrace.run.compute import DeviceComputer
+        from headrace.run.stage import Computer
 
         read, step, make = Streamed._read, DeviceComputer.step, DeviceComputer.__init__
         mine = self
@@ -98,6 +99,7 @@ class Paced:
         Streamed._read = paced_read  # type: ignore[method-assign]
         DeviceComputer.__init__ = made  # type: ignore[method-assign,assignment]
         DeviceComputer.step = paced_step  # type: ignore[method-assign]
+        DeviceComputer.steps = Computer.steps  # type: ignore[method-assign]  # one by one
 
 
 def child(job: dict[str, Any], words: list[str]) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kernels.device import F32
-from headrace.run.stage import Run
+from headrace.run.stage import Computer, Run
 from headrace.run.types import Choice, Request, Sampling
 
 U64 = NDArray[np.uint64]
@@ -42,7 +42,7 @@ def from_floats(x: F32) -> U64:
     return whole
 
 
-class HashModel:
+class HashModel(Computer):
     """A ``Computer`` for one stage. layers: of the whole model; vocab: number of tokens; seed: which model."""
 
     def __init__(self, slots: int, layers: int, vocab: int = 997, seed: int = 1) -> None:
@@ -96,7 +96,7 @@ def _scramble(h: int) -> int:
     return h ^ (h >> 27)
 
 
-class LightModel:
+class LightModel(Computer):
     """The same idea in plain integers: quicker for a few rows; reads the slot lists itself."""
 
     def __init__(self, layers: int, vocab: int = 997, seed: int = 1) -> None:

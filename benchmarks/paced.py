@@ -35,6 +35,7 @@ from headrace.cluster.handshake import Ready
 from headrace.cluster.members import CONTROL, Member
 from headrace.engine import Options, load
 from headrace.run.schedule import Order
+from headrace.run.stage import Computer
 from headrace.simulate.acceptance import Recorded
 from headrace.simulate.cluster import CPU_CURVE as CURVE
 from headrace.speculate.learned import Learned, probe
@@ -52,7 +53,7 @@ HEAD = 0.2
 # --- the ranks --------------------------------------------------------------------------------------------
 
 
-class Paced:
+class Paced(Computer):
     """A computer whose steps take what ``seconds(layer)`` says for one row, times the curve of their rows."""
 
     def __init__(self, computer: Any, seconds: Callable[[int], float]) -> None:

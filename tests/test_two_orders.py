@@ -24,11 +24,12 @@ from headrace.memory.buffers import allocate
 from headrace.memory.kv import HostKV, kv_shapes
 from headrace.memory.weights import Resident, Weights, pack_tensor
 from headrace.model.layers import Model, load_model
+from headrace.run import compute
 from headrace.run.compute import DeviceComputer
 from headrace.run.head import Head
 from headrace.run.policy import NoGuesses
 from headrace.run.schedule import Order
-from headrace.run.stage import Run, Stage
+from headrace.run.stage import Computer, Run, Stage
 from headrace.run.types import (
     Cancel,
     Choice,
@@ -262,3 +263,28 @@ def test_a_guessing_pipeline(model: Model, plain) -> None:  # type: ignore[no-un
     assert logits == plain[1]
     assert counts["guesses"] > 40 and counts["cancelled"] > 10 and counts["tombstones"] > 0
     assert loop.early > 0 and loop.after > 0
+
+
+@pytest.mark.parametrize("short", [0.0, 1e9])
+def test_layers_computed_in_one_call_are_those_computed_one_by_one(
+    model: Model, monkeypatch: pytest.MonkeyPatch, short: float
+) -> None:
+    """A lone run passes its layers in one call, or in as many as the time allows."""
+    monkeypatch.setattr(compute, "SHORT", short)
+    count = len(model.layers)
+    found = []
+    for together in (True, False):
+        own = range(count)
+        made = computer(model, own, Resident(make_device("cpu", threads=1), model, own))
+        went: list[int] = []
+        real = type(made).steps if together else Computer.steps
+
+        def steps(layer: int, through: int, run: Run, real=real, made=made, went=went) -> int:  # type: ignore[no-untyped-def]
+            went.append(real(made, layer, through, run) + 1 - layer)
+            return went[-1] + layer - 1
+
+        monkeypatch.setattr(made, "steps", steps)
+        loop = Loopback(Head(PAGES, Order(rows=16, chunk=16)), [(Stage(0, count, count), made)])
+        found.append(run(loop, [Request(0, tuple(range(1, 30)), 6)]))
+        assert max(went) == (count - 2 if together and short else 1)
+    assert found[0] == found[1] and len(found[0][1]) == 6

@@ -27,7 +27,7 @@ from headrace.plan import probe
 from headrace.plan.machine import Machine
 from headrace.run.head import Head
 from headrace.run.schedule import Order
-from headrace.run.stage import Run, Stage
+from headrace.run.stage import Computer, Run, Stage
 from headrace.run.types import Choice, Request, Submit
 
 USUAL = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")
@@ -167,7 +167,7 @@ def _write_file(cache: Path) -> Path:
 # --- the loop ---------------------------------------------------------------------------------------------
 
 
-class _Still:
+class _Still(Computer):
     """A computer that computes nothing and always chooses the first token."""
 
     def __init__(self, last: int) -> None:

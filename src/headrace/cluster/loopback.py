@@ -111,9 +111,14 @@ class Carrier:
         stage, computer = self.stages[at - self.first]
         effects = stage.on_event(event, now)
         while len(effects) == 1 and isinstance(effects[0], Step) and not self.called():
-            # Nothing else to look at: on to the next layer without a detour through the queue.
-            computer.step(effects[0].layer, stage.runs[effects[0].run])
-            effects = stage.on_event(effects[0], now)
+            # Nothing else to look at: on to the next layers without a detour through the queue.
+            layer, number, through = effects[0]
+            run = stage.runs[number]
+            if through > layer:
+                layer = computer.steps(layer, through, run)
+            else:
+                computer.step(layer, run)
+            effects = stage.on_event(Step(layer, number), now)
         for effect in effects:
             if isinstance(effect, Step):
                 computer.step(effect.layer, stage.runs[effect.run])

@@ -41,6 +41,10 @@ NAP = 0.1
 """Seconds after which a waiting head looks for what a signal handler may have submitted."""
 
 
+PROMPT = 20e-3
+"""Seconds that a token may wait before it is told, for the next one's sake."""
+
+
 class Arrival(NamedTuple):
     """A message that came. to: an address of ``Carrier``, or CONTROL; an error says what went wrong there."""
 
@@ -156,6 +160,10 @@ class MpiHead(Routed, Loopback):
         self.targets, self.drafting = targets, drafting or drafter is not None
         self.recover = recover
         self._failure: HeadraceError | None = None
+        self._took = 0.0
+        """Seconds of the last turn with something to compute."""
+        self._until = 0.0
+        """When to tell what there is to tell, whatever else there is to do; 0: there is nothing yet."""
         self._silent: set[int] = set()
         """Ranks that haven't told all they have seen."""
         self._asked = 0.0
@@ -170,20 +178,28 @@ class MpiHead(Routed, Loopback):
         if self._failure is not None:
             raise self._failure
         try:
-            while not self._out and self._work():
+            while not self._due() and self._work():
                 pass
         except HeadraceError as error:
             self._failure = error
             raise
-        out, self._out = self._out, []
+        out, self._out, self._until = self._out, [], 0.0
         return out
+
+    def _due(self) -> bool:
+        """Whether to tell what there is: not before the next run is on its way, for which other ranks wait idle,
+        unless that takes long."""
+        if not self._out:
+            return False
+        self._until = self._until or self.clock() + PROMPT - self._took
+        return not self._queue or self.clock() >= self._until
 
     def _work(self) -> bool:
         """One thing, or a while of waiting; False when there is nothing left to do."""
         try:
             self.take()
             if self._queue:
-                self.turn()
+                self._timed_turn()
             elif self.head.idle:
                 return False
             else:
@@ -192,6 +208,13 @@ class MpiHead(Routed, Loopback):
             if self.recover is None or not self.recover(error):
                 raise
         return True
+
+    def _timed_turn(self) -> None:
+        computes = self._queue[0][0] >= 0
+        start = self.clock()
+        self.turn()
+        if computes:
+            self._took = self.clock() - start
 
     def restart(
         self, ranks: Mapping[int, int], head: Head, stages: Sequence[tuple[Stage, Computer]], targets: int

@@ -118,15 +118,29 @@ class BoundProgram:
 
     def __init__(self, program: CpuProgram, weights: Mapping[str, _native.Matrix]) -> None:
         self._device = program.device
-        self._bound = _native.Bound(program.native, tuple([weights[name] for name in program.names]))
-        self._result_width = self._bound.result_width if program.native.has_logits else 0
+        self.native = _native.Bound(program.native, tuple([weights[name] for name in program.names]))
+        self._result_width = self.native.result_width if program.native.has_logits else 0
 
     def run(self, x: F32, rows: Rows, kv: _native.KV | None) -> F32:
         """As ``device.BoundProgram.run``."""
         native = self._device.native_rows(rows)
         out = np.empty((rows.wanted.shape[0], self._result_width), np.float32) if self._result_width else None
-        self._bound.run(self._device.pool(rows), x, out, native, kv)
+        self.native.run(self._device.pool(rows), x, out, native, kv)
         return x if out is None else out
+
+
+class Chain:
+    """Layers that follow each other, each with its cache or None, none of them the last: many in one call."""
+
+    def __init__(self, device: CpuDevice, bounds: Sequence[BoundProgram], caches: Sequence[_native.KV | None]) -> None:
+        self._device = device
+        self._native = _native.Chain(tuple([b.native for b in bounds]), tuple(caches))
+
+    def run(self, x: F32, rows: Rows, first: int, last: int, seconds: float) -> int:
+        """As ``BoundProgram.run`` for the layers from the ``first`` one given to the ``last``, until so many seconds
+        are over; returns which was the last one."""
+        native = self._device.native_rows(rows)
+        return self._native.run(self._device.pool(rows), x, native, first, last, seconds)
 
 
 class _Compiler:

@@ -43,7 +43,7 @@ class HostKV:
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers)
 
-    def layer(self, index: int, rows: Rows) -> Any | None:
+    def layer(self, index: int, rows: Rows | None = None) -> Any | None:
         """The device's handle of a layer's cache, None for a layer without one."""
         return self._layers.get(index)
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
+from headrace.kernels.cpu import BoundProgram as CpuBound
+from headrace.kernels.cpu import Chain, CpuDevice
 from headrace.kernels.device import F32, BoundProgram, Device, Program, Rows, Weight
+from headrace.memory.kv import HostKV
 from headrace.memory.kv_disk import DiskKV
 from headrace.memory.stream import Streamed
 from headrace.memory.weights import Weights
 from headrace.model.layers import Layer
 from headrace.run.sample import choose
-from headrace.run.stage import Run
+from headrace.run.stage import Computer, Run
 from headrace.run.types import Choice
+
+SHORT = 2e-3
+"""Seconds of layers that are computed in one go, before anybody looks at what has come."""
 
 
 class Cache(Protocol):
@@ -49,7 +55,7 @@ def from_disk(stores: Iterable[object]) -> Traffic:
     return Traffic(bool(disks), sum(d.read_bytes for d in disks), 0, sum(d.waited for d in disks))
 
 
-class DeviceComputer:
+class DeviceComputer(Computer):
     """Carries Steps of layers in ``programs``. A layer stays held until another is asked for."""
 
     def __init__(
@@ -59,6 +65,9 @@ class DeviceComputer:
         self.weights, self.cache = weights, cache
         self.last = len(layers) - 1
         self._programs: dict[int, Program] = {i: device.compile(layers[i].ops, width) for i in own}
+        self.first = min(own, default=0)
+        self._chain: Chain | None = None
+        """All layers but the last, if they lie in memory with their cache, once they are asked for together."""
         self._holding = -1
         self._staying: dict[int, BoundProgram] = {}
         self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
@@ -80,6 +89,26 @@ class DeviceComputer:
         out = bound.run(run.x, rows, self.cache.layer(layer, rows))
         if layer == self.last:
             run.choices = self._answer(run, out)
+
+    def steps(self, layer: int, through: int, run: Run) -> int:
+        """As ``run.stage.Computer.steps``."""
+        through = min(through, self.last - 1)
+        if through <= layer or run.x is None or (self._chain is None and not self._chained()):
+            self.step(layer, run)
+            return layer
+        assert self._chain is not None
+        return self._chain.run(run.x, run.rows, layer - self.first, through - self.first, SHORT) + self.first
+
+    def _chained(self) -> bool:
+        """Make the chain, if there can be one."""
+        inner = [i for i in self._programs if i != self.last]
+        if not (isinstance(self.device, CpuDevice) and isinstance(self.cache, HostKV)):
+            return False
+        if not all(map(self.weights.stays, inner)):
+            return False
+        bounds = [self._staying.get(i) or self._held(i) for i in inner]
+        self._chain = Chain(self.device, cast("list[CpuBound]", bounds), [self.cache.layer(i) for i in inner])
+        return True
 
     def _answer(self, run: Run, logits: F32) -> tuple[Choice, ...]:
         return choose(self.device, logits, run)
@@ -115,6 +144,7 @@ class DeviceComputer:
     def close(self) -> None:
         """Give back what is held."""
         self.release()
+        self._chain = None
         self._bound.clear()
         self._staying.clear()
         self.cache.close()

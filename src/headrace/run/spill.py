@@ -12,7 +12,7 @@ from headrace.memory.buffers import allocate, round_up
 from headrace.run.stage import Computer, Run
 
 
-class Spilled:
+class Spilled(Computer):
     """``computer`` with every run's rows written to a nameless file in ``folder`` after each layer but the last one.
 
     runs: that may be under way at a time; rows, width: of each. The file grows by what more there are.

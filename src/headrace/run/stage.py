@@ -111,8 +111,8 @@ class Stage:
         """One thing happened; returns what must be carried out, in order. At most one Step is out at a time."""
         effects: list[StageEffect] = []
         if isinstance(event, Step) and len(self.block) == 1 and event.layer + 1 < self.end and not self.cancelled:
-            self._layer += 1
-            effects.append(Step(self._layer, event.run))  # what follows most often, as ``_hear`` would have it
+            self._layer = event.layer + 1
+            effects.append(Step(self._layer, event.run, self.end - 1))  # what follows most often, as by ``_hear``
         else:
             self._hear(event, effects)
         if self.watch is not None:
@@ -217,6 +217,7 @@ class Stage:
         return sum(len(self.runs[run].live) for run in block)
 
     def _stepped(self, step: Step, effects: list[StageEffect]) -> None:
+        self._layer = step.layer
         if step.layer == self.end - 1:
             self._leave(self.runs[step.run], effects)
         self._at += 1
@@ -228,7 +229,7 @@ class Stage:
                 run = self.runs[self.block[self._at]]
                 self._compact(run)
                 if run.live:
-                    effects.append(Step(self._layer, run.id))
+                    effects.append(Step(self._layer, run.id, self.end - 1 if len(self.block) == 1 else -1))
                     return
                 if self._layer == self.end - 1:
                     self._leave(run, effects)
@@ -272,6 +273,11 @@ class Computer(Protocol):
     def step(self, layer: int, run: Run) -> None:
         """Compute one layer of a run's live rows: reads and replaces run.x, or, after the last, sets run.choices."""
         ...
+
+    def steps(self, layer: int, through: int, run: Run) -> int:
+        """Compute this layer and those after it up to ``through`` that take next to no time; returns the last one."""
+        self.step(layer, run)
+        return layer
 
 
 def resolve(rows: tuple[Row, ...], live: list[int], bases: list[I32]) -> Rows:

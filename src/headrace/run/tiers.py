@@ -24,7 +24,7 @@ from headrace.model.layers import Layer
 from headrace.plan.plan import Place
 from headrace.run.compute import Cache, DeviceComputer, Traffic, from_disk
 from headrace.run.sample import choose
-from headrace.run.stage import Run
+from headrace.run.stage import Computer, Run
 
 if TYPE_CHECKING:
     from headrace.kernels.torch_device import TorchDevice, TorchRows
@@ -44,7 +44,7 @@ class _Guest:
     x: Tensor | None = None
 
 
-class TieredComputer:
+class TieredComputer(Computer):
     """Carries Steps of ``own`` layers: near ones on a device in PyTorch, with ``weights`` and ``cache``, the others by
     ``far``, on the host.
 

@@ -117,7 +117,7 @@ class Recorder:
             self._here[number, event.run] = time, alive(event)
         elif steps and isinstance(event, Step):
             layer, run, start, rows = self._step.pop(number)
-            self.computed(number, run, layer, start, time, rows)
+            self.computed(number, run, layer, layer, start, time, rows)
         for effect in effects:
             if isinstance(effect, RunMessage | Result):
                 self._leave(number, effect, time)
@@ -131,8 +131,8 @@ class Recorder:
         if self.keep and len(self.visits) < MOST:
             self.visits.append(Visit(number, effect.run, arrived, time, rows, left))
 
-    def computed(self, number: int, run: int, layer: int, start: float, end: float, rows: int) -> None:
-        """One layer of a run; layers that follow each other become one span."""
+    def computed(self, number: int, run: int, first: int, through: int, start: float, end: float, rows: int) -> None:
+        """Some layers of a run; those that follow each other become one span."""
         self.busy[number] += end - start
         if not self.keep:
             return
@@ -141,12 +141,12 @@ class Recorder:
         if at is not None:
             last = self.spans[at]
             alone = self.clock is not None and at == len(self.spans) - 1  # this process computed nothing else since
-            if last.run == run and last.last == layer - 1 and (alone or start - last.end < GAP):
-                self.spans[at] = last._replace(end=end, last=layer)
+            if last.run == run and last.last == first - 1 and (alone or start - last.end < GAP):
+                self.spans[at] = last._replace(end=end, last=through)
                 return
         if len(self.spans) < MOST:
             self._latest[number] = len(self.spans)
-            self.spans.append(Span(number, run, start, end, rows, layer, layer))
+            self.spans.append(Span(number, run, start, end, rows, first, through))
 
     # --- what came of it --------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ def alive(message: RunMessage) -> int:
 
 
 @dataclass
-class Timed:
+class Timed(Computer):
     """A computer whose steps are seen."""
 
     inner: Computer
@@ -196,7 +196,13 @@ class Timed:
     def step(self, layer: int, run: Run) -> None:
         start = self.clock()
         self.inner.step(layer, run)
-        self.recorder.computed(self.number, run.id, layer, start, self.clock(), len(run.live))
+        self.recorder.computed(self.number, run.id, layer, layer, start, self.clock(), len(run.live))
+
+    def steps(self, layer: int, through: int, run: Run) -> int:
+        start = self.clock()
+        done = self.inner.steps(layer, through, run)
+        self.recorder.computed(self.number, run.id, layer, done, start, self.clock(), len(run.live))
+        return done
 
 
 class Watched:

@@ -286,12 +286,16 @@ HeadEffect: TypeAlias = RunMessage | Cancel | Committed | Emit | Finish
 
 
 class Step(NamedTuple):
-    """A stage's order to its driver: compute this layer (index in the model's flat list) of this run."""
+    """A stage's order to its driver: compute this layer (index in the model's flat list) of this run.
+
+    through: the last layer that may be computed in the same go, as nothing else is to be done in between.
+    """
 
     layer: int
     run: int
+    through: int = -1
 
 
 StageEvent: TypeAlias = RunMessage | Cancel | Step
-"""A Step as an event says: that one is done."""
+"""A Step as an event says: that run has passed that layer."""
 StageEffect: TypeAlias = Step | RunMessage | Result | Passed

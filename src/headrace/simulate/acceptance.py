@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log
 from typing import Protocol
 
-from headrace.run.stage import Run
+from headrace.run.stage import Computer, Run
 from headrace.run.types import Choice, Row
 
 RUNNERS_UP = (0.38, 0.16, 0.09, 0.06)
@@ -81,7 +81,7 @@ def wrong(token: int, rank: int) -> int:
 
 
 @dataclass
-class TargetText:
+class TargetText(Computer):
     """A ``Computer`` for the target's last stage. layers: of the whole model."""
 
     layers: int

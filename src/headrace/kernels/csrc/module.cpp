@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 
 #include "device_ref.h"
@@ -126,11 +127,16 @@ struct BoundRef {
   }
 };
 
-void run_bound(BoundRef& b, DeviceRef& d, const Floats& x, std::optional<Floats> out, RowsRef& rows, const KVRef* kv) {
+const Program& checked(const BoundRef& b, const Floats& x, const RowsRef& rows) {
   const Program& program = nb::cast<const Program&>(b.program);
   if (!b.runnable) throw std::invalid_argument("run: weights are shapes alone");
   if (static_cast<int64_t>(x.shape(0)) != rows.view.count || static_cast<int64_t>(x.shape(1)) != program.width)
     throw std::invalid_argument("run: x isn't [rows, width]");
+  return program;
+}
+
+void run_bound(BoundRef& b, DeviceRef& d, const Floats& x, std::optional<Floats> out, RowsRef& rows, const KVRef* kv) {
+  const Program& program = checked(b, x, rows);
   if ((program.logits >= 0) != out.has_value()) throw std::invalid_argument("run: out is for the last layer alone");
   if (out && (static_cast<int64_t>(out->shape(0)) != rows.view.wanted_count ||
               static_cast<int64_t>(out->shape(1)) != b.bound.result_width()))
@@ -139,6 +145,37 @@ void run_bound(BoundRef& b, DeviceRef& d, const Floats& x, std::optional<Floats>
   float* residual = x.data();
   nb::gil_scoped_release free_gil;
   b.bound.run(d.device, residual, result, rows.view, kv ? &kv->view : nullptr);
+}
+
+// Layers that follow each other, each with its cache, if it has one.
+struct ChainRef {
+  std::vector<nb::object> keep;
+  std::vector<std::pair<const BoundRef*, const KVRef*>> links;
+  ChainRef(const nb::tuple& bounds, const nb::tuple& caches) {
+    if (bounds.size() != caches.size()) throw std::invalid_argument("chain: a cache or None for each layer");
+    for (size_t i = 0; i < bounds.size(); i++) {
+      const nb::object bound = bounds[i], cache = caches[i];
+      const BoundRef& b = nb::cast<const BoundRef&>(bound);
+      if (nb::cast<const Program&>(b.program).logits >= 0) throw std::invalid_argument("chain: the last layer isn't for it");
+      links.emplace_back(&b, cache.is_none() ? nullptr : &nb::cast<const KVRef&>(cache));
+      keep.push_back(bound);
+      keep.push_back(cache);
+    }
+  }
+};
+
+// Links first to last, or until so many seconds are over; returns the last one run.
+int64_t run_chain(const ChainRef& c, DeviceRef& d, const Floats& x, RowsRef& rows, int64_t first, int64_t last, double seconds) {
+  if (first < 0 || first > last || last >= static_cast<int64_t>(c.links.size())) throw std::invalid_argument("chain: no such layer");
+  for (int64_t i = first; i <= last; i++) checked(*c.links[static_cast<size_t>(i)].first, x, rows);
+  float* residual = x.data();
+  nb::gil_scoped_release free_gil;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  for (int64_t i = first;; i++) {
+    const auto& [bound, kv] = c.links[static_cast<size_t>(i)];
+    bound->bound.run(d.device, residual, nullptr, rows.view, kv ? &kv->view : nullptr);
+    if (i == last || std::chrono::steady_clock::now() >= end) return i;
+  }
 }
 
 // Seconds-free read probe: a checksum of bytes read by all threads; the caller times it.
@@ -204,6 +241,9 @@ void bind_programs(nb::module_& m) {
       .def("scratch_nbytes", [](const BoundRef& b, int64_t rows, int threads) { return b.bound.scratch_bytes(rows, threads, 1 << 30); })
       .def_prop_ro("result_width", [](const BoundRef& b) { return b.bound.result_width(); })
       .def("run", &run_bound, "device"_a, "x"_a, "out"_a.none(), "rows"_a, "kv"_a.none());
+  nb::class_<ChainRef>(m, "Chain")
+      .def(nb::init<const nb::tuple&, const nb::tuple&>(), "bounds"_a, "caches"_a)
+      .def("run", &run_chain, "device"_a, "x"_a, "rows"_a, "first"_a, "last"_a, "seconds"_a);
   nb::class_<DeviceRef>(m, "Device")
       .def(nb::init<int, const std::string&>(), "threads"_a, "cpu"_a)
       .def_prop_ro("path", [](const DeviceRef& d) { return d.paths.path->name; })
