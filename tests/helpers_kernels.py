@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from headrace.kernels.device import F32, PAGE, Bytes, KVShape, Rows
 from headrace.kernels.ops import Op
 
 RNG = np.random.default_rng
+PATHS = ("portable", "avx2", "avx512")
 
 
 def cpu(threads: int = 1, path: str = "") -> CpuDevice:
@@ -23,14 +25,24 @@ def cpu(threads: int = 1, path: str = "") -> CpuDevice:
         pytest.skip(f"this CPU has no {path}")
 
 
+@cache
+def paths() -> tuple[str, ...]:
+    """Those of PATHS that this CPU has."""
+
+    def there(path: str) -> bool:
+        try:
+            return CpuDevice(1, path).path == path
+        except ValueError:
+            return False
+
+    return tuple(filter(there, PATHS))
+
+
 def every_device() -> Iterator[CpuDevice]:
-    """Both paths (those there are), one and two threads."""
-    for path in ("portable", "avx2"):
+    """All paths (those there are), one and two threads."""
+    for path in paths():
         for threads in (1, 2):
-            try:
-                yield CpuDevice(threads, path)
-            except ValueError:
-                continue
+            yield CpuDevice(threads, path)
 
 
 def aligned(nbytes: int) -> Bytes:

@@ -10,11 +10,11 @@ import pytest
 from headrace.formats.tensor import KNOWN
 from headrace.kernels.device import Rows
 from headrace.kernels.dispatch import make_device
+from helpers_kernels import paths
 from helpers_model import Caches, Loaded, i32, load, logits_of, step
 from helpers_tiny import VOCAB, tiny_model
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, VOCAB, 70)]
-PATHS = ["portable", "avx2"]
 
 
 def device(threads: int, path: str):  # type: ignore[no-untyped-def]
@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_every_way_to_compute_gives_the_same_bytes(models: dict[str, Path], fmt: str) -> None:
     assert fmt in KNOWN
     truth = logits_of(load(models[fmt], device(1, "portable")), TOKENS, device(1, "portable"), chunk=1)
-    for path in PATHS:
+    for path in paths():
         for threads in (1, 2):
             made = device(threads, path)
             loaded = load(models[fmt], made)
@@ -75,7 +75,7 @@ def test_every_way_to_compute_gives_the_same_bytes(models: dict[str, Path], fmt:
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (8, 4)])
 @pytest.mark.parametrize("others", [1, 7, 64])
 def test_a_row_alone_equals_it_among_others(models: dict[str, Path], others: int, bits: tuple[int, int]) -> None:
-    for path in PATHS:
+    for path in paths():
         made = device(2, path)
         loaded = load(models["Q4_1"], made)
         assert together(loaded, others, bits).tobytes() == together(loaded, 0, bits).tobytes()
@@ -89,7 +89,7 @@ def test_the_demo_model_in_chunks_of_1_16_and_512() -> None:
     path = fetch(DEMO, resolve().cache)
     tokens = [int(t) for t in np.random.default_rng(1).integers(100, 40000, 512)]
     truth = None
-    for cpu, threads, chunk in (("avx2", 2, 512), ("avx2", 1, 16), ("avx2", 2, 1), ("portable", 2, 512)):
+    for cpu, threads, chunk in (("avx2", 2, 512), ("avx2", 1, 16), ("", 2, 512), ("", 2, 1), ("portable", 2, 512)):
         made = device(threads, cpu)
         found = logits_of(load(path, made), tokens, made, chunk=chunk)[-64:].tobytes()
         truth = truth or found

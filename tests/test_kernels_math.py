@@ -14,6 +14,7 @@ from headrace.kernels.cpu import CpuDevice
 
 EXP, TANH, ERF = 0, 1, 2
 PATHS = ["portable", "avx2"]
+"""AVX-512's are those of AVX2."""
 
 
 def device(path: str) -> CpuDevice:

@@ -15,7 +15,7 @@ HUB = "https://huggingface.co"
 
 VARIABLES = {
     "HEADRACE_CACHE": "folder for fetched models (default: XDG_CACHE_HOME/headrace, or ~/.cache/headrace)",
-    "HEADRACE_CPU": "use this kernel path and no other: portable or avx2 (default: the best this CPU has)",
+    "HEADRACE_CPU": "use this kernel path and no other: portable, avx2 or avx512 (default: the best this CPU has)",
     "HF_ENDPOINT": f"the hub that `headrace pull` asks (default: {HUB})",
     "HF_TOKEN": "access token for gated models on the hub",
     "NO_COLOR": "when set, no colours on a terminal",

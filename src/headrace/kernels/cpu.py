@@ -19,7 +19,7 @@ _Kind = _native.Op.Kind
 
 class CpuDevice:
     """``Device`` on the CPU. threads: of its pool, the caller's included; batch: for runs of more than one row (0: the
-    same); path: "portable", "avx2" or "" (the best).
+    same); path: "portable", "avx2", "avx512" or "" (the best).
 
     Calls from several Python threads take turns. A ``ValueError`` says the caller broke the contract of ``Device``.
     """
@@ -34,7 +34,7 @@ class CpuDevice:
         self._rows: tuple[Rows, _native.Rows] | None = None
 
         self.path, self.threads = self._native.path, self._native.threads
-        """Which kernels run ("portable" or "avx2"), and on how many threads."""
+        """Which kernels run ("portable", "avx2" or "avx512"), and on how many threads."""
 
     packed_nbytes = staticmethod(_native.packed_nbytes)
     pack = staticmethod(_native.pack)

@@ -18,7 +18,7 @@ TORCH = ("torch:cpu", "cuda")
 def make_device(name: str = "cpu", *, threads: int, cpu: str | None = None, batch: int = 0) -> CpuDevice:
     """The device called ``name``. batch: threads for more than one row, 0: the same.
 
-    cpu: "portable" or "avx2" forces a path; None: what HEADRACE_CPU says, else the best.
+    cpu: "portable", "avx2" or "avx512" forces a path; None: what HEADRACE_CPU says, else the best.
 
     Raises Unsupported for an unknown device, or a path that is unknown or beyond this CPU.
     """

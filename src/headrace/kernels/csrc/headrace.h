@@ -1,4 +1,4 @@
-// The kernel interface: everything a path (portable, AVX2, later AVX-512 and NEON) must provide.
+// The kernel interface: everything a path (portable, AVX2, AVX-512, later NEON) must provide.
 // A path is one table of function pointers, chosen once at start (dispatch.cpp); all paths give the same bits.
 // Formulas and layouts: docs/kernels.md.
 #pragma once
@@ -65,8 +65,9 @@ struct Path {
                  float* y, int64_t ldy, const float* bias, bool accumulate, int64_t n0, int64_t n1);
 };
 
-// Path tables. avx2_path exists only where HEADRACE_HAVE_AVX2 is defined.
+// Path tables. Those of AVX exist only where HEADRACE_HAVE_AVX2 is defined.
 extern const Path portable_path;
 extern const Path avx2_path;
+extern const Path avx512_path;
 
 }  // namespace headrace

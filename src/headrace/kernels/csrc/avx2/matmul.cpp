@@ -2,6 +2,9 @@
 #include "avx2/matmul_avx2.h"
 #include "avx2/matmul_tile.h"
 #include "matmul.h"
+#if HR_VNNI
+#include "avx512/pairs.h"
+#endif
 
 namespace headrace {
 namespace {
@@ -82,6 +85,41 @@ void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int6
   }
 }
 
+#if HR_VNNI
+// Two tiles meet rows [r0, r0 + 4 * quads + Rest).
+template <Format F, int Rest>
+void pair_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t quads) {
+  Tile<F> tile[2] = {{job.w, planes, j / kTile}, {job.w, planes, j / kTile + 1}};
+  __m512 acc[kMaxRows], rest[Rest ? Rest : 1];
+  for (int64_t r = 0; r < 4 * quads; ++r) acc[r] = _mm512_setzero_ps();
+  for (__m512& v : rest) v = _mm512_setzero_ps();
+  const int64_t r1 = r0 + 4 * quads;
+  const int64_t groups = job.w.k / kGroup;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (quads <= 2) tile[0].prefetch(g, groups, 2), tile[1].prefetch(g, groups, 2);
+    const Pair<F> pair(tile, g);
+    const GroupRows<false> rows(job.q, g);
+    for (int64_t r = 0; r < 4 * quads; r += 4) add_wide<F, 4>(pair, rows, r0 + r, acc + r);
+    if constexpr (Rest > 0) add_wide<F, Rest>(pair, rows, r1, rest);
+  }
+  const auto put = [&](int64_t r, __m512 v) {
+    store_row(job, r, j, _mm512_castps512_ps256(v)), store_row(job, r, j + kTile, _mm512_extractf32x8_ps(v, 1));
+  };
+  for (int64_t r = 0; r < 4 * quads; ++r) put(r0 + r, acc[r]);
+  for (int r = 0; r < Rest; ++r) put(r1 + r, rest[r]);
+}
+
+template <Format F>
+void pair_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t count) {
+  switch (count % 4) {
+    case 0: return pair_rows<F, 0>(job, planes, j, r0, count / 4);
+    case 1: return pair_rows<F, 1>(job, planes, j, r0, count / 4);
+    case 2: return pair_rows<F, 2>(job, planes, j, r0, count / 4);
+    default: return pair_rows<F, 3>(job, planes, j, r0, count / 4);
+  }
+}
+#endif
+
 template <Format F>
 void integer_matmul(const Job& job) {
   const Planes planes(F, job.w.n, job.w.k);
@@ -93,14 +131,18 @@ void integer_matmul(const Job& job) {
   }
   const int64_t fit = kBlockBytes / (job.w.k / kGroup * QuantView::kBytes);
   const int64_t block = std::clamp<int64_t>(fit / 4 * 4, 16, kMaxRows);
-  for (int64_t r0 = 0; r0 < job.rows; r0 += block)
-    for (int64_t j = job.n0; j < job.n1; j += kTile)
-      tile_rows<F>(job, planes, j, r0, std::min(job.rows - r0, block));
+  for (int64_t r0 = 0; r0 < job.rows; r0 += block) {
+    int64_t j = job.n0;
+#if HR_VNNI
+    for (; j + kTile < job.n1; j += 2 * kTile) pair_rows<F>(job, planes, j, r0, std::min(job.rows - r0, block));
+#endif
+    for (; j < job.n1; j += kTile) tile_rows<F>(job, planes, j, r0, std::min(job.rows - r0, block));
+  }
 }
 
 void matmul(const Matrix& w, const QuantRows* q, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy,
             const float* bias, bool accumulate, int64_t n0, int64_t n1) {
-  if (is_float(w.format)) return float_matmul_avx2(w, x, ldx, rows, y, ldy, bias, accumulate, n0, n1);
+  if (is_float(w.format)) return FLOAT_MATMUL(w, x, ldx, rows, y, ldy, bias, accumulate, n0, n1);
   const Job job{w, QuantView(*q), rows, y, ldy, bias, accumulate, n0, n1};
   switch (w.format) {
     case Format::Q4_0: return integer_matmul<Format::Q4_0>(job);
@@ -121,6 +163,10 @@ void matmul(const Matrix& w, const QuantRows* q, const float* x, int64_t ldx, in
 
 }  // namespace
 
+#if HR_VNNI
+const Path avx512_path = {"avx512", quantise_avx2, matmul};
+#else
 const Path avx2_path = {"avx2", quantise_avx2, matmul};
+#endif
 
 }  // namespace headrace

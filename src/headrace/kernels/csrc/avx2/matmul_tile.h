@@ -4,6 +4,7 @@
 // 32 products per vpmaddubsw, sums kept in 16 bit over a group, one widening. 16-bit sums may wrap in between; what
 // counts is that the final centred sum fits: 8 steps x 2 codes x 127 x 16 (5 bit) = 32512; 4 x 2 x 127 x 32 (6 bit) too.
 #pragma once
+#include "avx2/matmul_avx2.h"
 #include "avx2/unpack.h"
 
 namespace headrace {
@@ -136,6 +137,40 @@ HR_ALWAYS void keep(__m256i& v) {
 
 HR_ALWAYS __m256i widen(__m256i v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 
+#if HR_VNNI
+// The exact integer sum of one group, of 8 outputs and one row: four products a lane and instruction, in 32 bit.
+// Signed codes are taken 128 higher, and 128 times the activations' sum is taken off.
+template <Format F>
+struct Sum {
+  static constexpr bool kHalves = by_sixteen(F);
+  static constexpr bool kLate = false;
+  __m256i a, b;  // the sum; with kHalves, of the first and last 16 codes
+
+  static HR_ALWAYS __m256i times(__m256i pairs, int by) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(static_cast<short>(by))); }
+  template <class Rows>
+  HR_ALWAYS void start(const Rows& rows, int64_t r) {
+    a = b = _mm256_setzero_si256();
+    if constexpr (F == Format::Q4_0) a = widen(rows.offset(3, r));
+    if constexpr (F == Format::Q5_0) a = widen(rows.offset(2, r));
+    if constexpr (signed_codes(F)) a = times(rows.offset(2, r), 8);
+    if constexpr (F == Format::Q6_K) a = widen(rows.offset(0, r)), b = widen(rows.offset(1, r));
+    if constexpr (F == Format::Q3_K)
+      a = _mm256_srai_epi32(widen(rows.offset(0, r)), 3), b = _mm256_srai_epi32(widen(rows.offset(1, r)), 3);
+  }
+  static HR_ALWAYS __m256i code(__m256i w) { return signed_codes(F) ? _mm256_xor_si256(w, bytes(-128)) : w; }
+  // w: what ``code`` gave.
+  HR_ALWAYS void add(int step, __m256i w, __m256i act) {
+    __m256i& sum = kHalves && step >= 4 ? b : a;
+    sum = _mm256_dpbusd_epi32(sum, w, act);
+  }
+  HR_ALWAYS __m256i total(const Scales<F>& w) const {
+    if constexpr (by_sixteen(F)) return _mm256_add_epi32(_mm256_mullo_epi32(a, low(w.sub[0])), _mm256_mullo_epi32(b, low(w.sub[1])));
+    if constexpr (is(F, Format::Q4_K, Format::Q5_K)) return _mm256_mullo_epi32(a, low(w.sub[0]));
+    return a;
+  }
+  static HR_ALWAYS __m256i low(__m256i halves) { return _mm256_srai_epi32(halves, 16); }
+};
+#else
 // The exact integer sum of one group, of 8 outputs and one row.
 //
 // Signed codes: |w| * sign(a, w). A pair sum p nearly fills 16 bit (128 * 127 * 2), so eight of them don't fit. Kept
@@ -144,6 +179,7 @@ HR_ALWAYS __m256i widen(__m256i v) { return _mm256_madd_epi16(v, _mm256_set1_epi
 template <Format F>
 struct Sum {
   static constexpr bool kHalves = by_sixteen(F) || is(F, Format::Q5_1, Format::Q5_K);
+  static constexpr bool kLate = true;
   __m256i a, b;  // 16-bit lanes: the sum, or its first and last 16 codes, or low and high parts
 
   template <class Rows>
@@ -171,6 +207,7 @@ struct Sum {
       keep<Fixed>(sum);
     }
   }
+  static HR_ALWAYS __m256i code(__m256i w) { return w; }
   HR_ALWAYS void add(int step, __m256i w, __m256i act) { take<false>(step, product(w, act)); }
 
   HR_ALWAYS __m256i total(const Scales<F>& w) const {
@@ -189,6 +226,7 @@ struct Sum {
     return widen(a);
   }
 };
+#endif
 
 // acc + the group's share, by the format's formula (docs/kernels.md).
 template <Format F, class Rows>
@@ -208,7 +246,7 @@ HR_ALWAYS __m256 add_group(const Scales<F>& w, const Rows& a, int64_t r, __m256i
 // The codes of one group, step by step.
 template <Format F>
 HR_ALWAYS void spread(const Tile<F>& tile, int64_t g, __m256i* w) {
-  const auto put = [&](int s, __m256i codes) { w[s] = codes; };
+  const auto put = [&](int s, __m256i codes) { w[s] = Sum<F>::code(codes); };
   quarter<F, 0>(tile.low(g), tile.high(g), put), quarter<F, 1>(tile.low(g), tile.high(g), put);
   quarter<F, 2>(tile.low(g), tile.high(g), put), quarter<F, 3>(tile.low(g), tile.high(g), put);
 }
@@ -220,16 +258,22 @@ HR_ALWAYS void add_rows(const __m256i* w, const Scales<F>& scales, const GroupRo
   Sum<F> sum[N];
   for (int i = 0; i < N; ++i) sum[i].start(a, r + i);
   const int8_t* q = a.codes(r);
-  __m256i late[N];
+  if constexpr (!Sum<F>::kLate) {
+#pragma GCC unroll 8
+    for (int s = 0; s < 8; ++s)
+      for (int i = 0; i < N; ++i) sum[i].add(s, w[s], four(q + 32 * i, s));
+  } else {
+    __m256i late[N];
 #pragma GCC unroll 9
-  for (int s = 0; s < 9; ++s) {
-    __m256i p[N];
-    if (s < 8)
-      for (int i = 0; i < N; ++i) p[i] = Sum<F>::product(w[s], four(q + 32 * i, s)), keep<true>(p[i]);
-    if (s > 0)
-      for (int i = 0; i < N; ++i) sum[i].template take<true>(s - 1, late[i]);
-    if (s < 8)
-      for (int i = 0; i < N; ++i) late[i] = p[i];
+    for (int s = 0; s < 9; ++s) {
+      __m256i p[N];
+      if (s < 8)
+        for (int i = 0; i < N; ++i) p[i] = Sum<F>::product(w[s], four(q + 32 * i, s)), keep<true>(p[i]);
+      if (s > 0)
+        for (int i = 0; i < N; ++i) sum[i].template take<true>(s - 1, late[i]);
+      if (s < 8)
+        for (int i = 0; i < N; ++i) late[i] = p[i];
+    }
   }
   for (int i = 0; i < N; ++i) acc[i] = add_group<F>(scales, a, r + i, sum[i].total(scales), acc[i]);
 }
@@ -238,7 +282,7 @@ HR_ALWAYS void add_rows(const __m256i* w, const Scales<F>& scales, const GroupRo
 template <Format F, int T, int I>
 HR_ALWAYS void add_quarter(const Tile<F>* tile, int64_t g, const int8_t* q, Sum<F>* sum) {
   for (int t = 0; t < T; ++t)
-    quarter<F, I>(tile[t].low(g), tile[t].high(g), [&](int s, __m256i w) { sum[t].add(s, w, four(q, s)); });
+    quarter<F, I>(tile[t].low(g), tile[t].high(g), [&](int s, __m256i w) { sum[t].add(s, Sum<F>::code(w), four(q, s)); });
 }
 
 template <Format F, int T>

@@ -1,0 +1,1 @@
+#include "avx2/matmul_float.cpp"
