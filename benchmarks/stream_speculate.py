@@ -46,6 +46,7 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
                 passes.append((run.rows.count, time.perf_counter()))
 
         computer.step = watched  # type: ignore[method-assign]
+        computer.steps = lambda layer, through, run: (watched(layer, run), layer)[1]  # type: ignore[method-assign]
         asked = engine.submit(job["prompt"], job["tokens"], ignore_eos=True)
         start = time.perf_counter()
         while not asked.finish:
