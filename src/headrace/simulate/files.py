@@ -225,7 +225,7 @@ def _link(data: Mapping[str, Any]) -> LinkSpec:
     if unknown := sorted(set(data["link"]) - set(known)):
         raise ValueError(f"unknown fields {unknown} in link; it has {known}")
     link = LinkSpec(**{name: float(value) for name, value in data["link"].items()})
-    rest = link.latency, link.jitter, link.stall, link.stall_time, link.listen
+    rest = link.latency, link.jitter, link.stall, link.stall_time
     if not 1 / MOST <= link.rate <= MOST or not all(0 <= x <= MOST for x in rest) or link.stall > 1:
         raise ValueError(
             f"link needs a positive rate, nothing in it is negative or over {MOST:g}, and stall is a share"

@@ -11,18 +11,15 @@ from headrace.run.types import Append, Cancel, Committed, Draft, Params, Passed,
 @dataclass(frozen=True)
 class LinkSpec:
     """latency: seconds; rate: bytes/s. jitter: up to so many seconds more, at random; each message stalls with
-    probability ``stall`` for up to ``stall_time`` seconds. listen: of a silence, the part by which its end is noticed
-    late (a rank looks ever more seldom, ``cluster.mpi``), up to ``DEAF`` seconds."""
+    probability ``stall`` for up to ``stall_time`` seconds."""
 
     latency: float = 50e-6
     rate: float = 125e6
     jitter: float = 0.0
     stall: float = 0.0
     stall_time: float = 0.0
-    listen: float = 0.0
 
 
-DEAF = 5e-3
 GIGABIT = LinkSpec(50e-6, 0.94 * 125e6)
 """Gigabit Ethernet: 94% of the line is payload at a 1500-byte MTU with TCP."""
 HUNDRED = LinkSpec(5e-6, 12e9)
@@ -47,7 +44,6 @@ class Link:
         self.messages += 1
         self._free = max(now, self._free) + nbytes / spec.rate
         time = self._free + spec.latency
-        time += min(spec.listen * max(time - self._last, 0.0), DEAF)
         if self._random is not None:
             time += self._random.random() * spec.jitter
             if spec.stall and self._random.random() < spec.stall:

@@ -148,12 +148,12 @@ bool scan_impl(const float* x, int64_t n, float* top, int64_t* index) {
 uint32_t read_impl(const uint8_t* p, int64_t bytes) {
   i8v a = splat_i(0), b = a, c = a, d = a;
   for (int64_t i = 0; i + 128 <= bytes; i += 128) {
-    i8v v[4];
-    __builtin_memcpy(v, p + i, 128);
-    a ^= v[0];
-    b ^= v[1];
-    c ^= v[2];
-    d ^= v[3];
+    // One by one: GCC copies all four at once with `rep movs`, a fifth as fast on some processors.
+    const auto part = [&](int at) { return bits_of(load(reinterpret_cast<const float*>(p + i + 32 * at))); };
+    a ^= part(0);
+    b ^= part(1);
+    c ^= part(2);
+    d ^= part(3);
   }
   a ^= b ^ c ^ d;
   uint32_t sum = 0;
