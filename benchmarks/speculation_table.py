@@ -4,9 +4,9 @@
 
 A 70B-like target (80 layers) and a 1.1B-like draft (cost by parameters) on N nodes in all: the plain pipeline uses
 N for the target, the others N - 1 and one for the drafter. Strategies other than ours are given the best of many
-settings for each cell, chosen with a short run and measured with the long one, 400 tokens (at 15 nodes 213, at 32 100).
-Prints Markdown; --out writes JSON too. Takes 14 minutes of CPU. --trace: a recording of a real pair
-(``record_pair.py``) instead of the model.
+settings for each cell, chosen with a short run and measured with the long one: four texts of 200 tokens.
+Prints Markdown; --out writes JSON too. Takes 20 minutes of CPU (--jobs 2 for half of that). --trace: a recording of a
+real pair (``record_pair.py``) instead of the model, one text of 400.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
+from typing import TypeAlias
 
 from headrace.simulate.acceptance import Acceptance, Ranks, Recorded
 from headrace.simulate.cluster import (
@@ -55,29 +57,33 @@ def sync_settings(curve: Curve, quick: bool) -> list[Strategy]:
     return chains + [synchronous(d, b, n, 5) for d, b, n in trees]
 
 
-class Cell:
-    """One cluster and acceptance; rates are of ``tokens`` tokens, the same luck for all strategies."""
+Row: TypeAlias = dict[str, object]
 
-    def __init__(self, name: str, nodes: int, link: str, ranks: Ranks, tokens: int) -> None:
+
+class Cell:
+    """One cluster; rates are over all of ``texts``, each of ``tokens`` tokens, the same luck for all strategies."""
+
+    def __init__(self, name: str, nodes: int, link: str, texts: Sequence[Ranks], tokens: int) -> None:
         curve, full = CURVES[name]
-        self.curve, self.ranks, self.tokens = curve, ranks, tokens
+        self.curve, self.texts, self.tokens = curve, texts, tokens
         self.alone = cluster(curve, full, LINKS[link], nodes)
         self.shared = cluster(curve, full, LINKS[link], nodes - 1)
 
     def rate(self, strategy: Strategy, tokens: int | None = None) -> float:
         where = self.alone if strategy.name == "plain" else self.shared
-        return run_simulation(where, self.ranks, strategy, tokens or self.tokens).rate
+        rates = [run_simulation(where, text, strategy, tokens or self.tokens).rate for text in self.texts]
+        return len(rates) / sum(1 / rate for rate in rates)
 
-    def best(self, settings: Sequence[Strategy], tokens: int) -> tuple[float, Strategy]:
-        ranked = sorted(settings, key=lambda s: -self.rate(s, tokens))
+    def best(self, settings: Sequence[Strategy], few: Cell) -> tuple[float, Strategy]:
+        ranked = sorted(settings, key=lambda s: -few.rate(s))
         return max(((self.rate(s), s) for s in ranked[:2]), key=lambda x: x[0])
 
 
-def best_pipeinfer(cell: Cell, tokens: int, quick: bool) -> tuple[float, Strategy]:
-    """Draft first (a chain), then branches there and at the runner-up, then cutoffs."""
+def best_pipeinfer(cell: Cell, few: Cell, quick: bool) -> tuple[float, Strategy]:
+    """Draft first (a chain), then branches there and at the runner-up, then cutoffs. few: for choosing."""
 
     def ranked(knobs: list[Knobs]) -> list[tuple[float, Knobs]]:
-        return sorted(((cell.rate(pipeinfer(k), tokens), k) for k in knobs), key=lambda x: -x[0])
+        return sorted(((few.rate(pipeinfer(k)), k) for k in knobs), key=lambda x: -x[0])
 
     tried = ranked([Knobs(d, 1, 0.001, 0.2) for d in ((1, 2, 4) if quick else (1, 2, 3, 4, 6, 8))])
     for _, k in tried[:2]:
@@ -110,38 +116,48 @@ def bound(cell: Cell, chances: Sequence[float]) -> float:
     return best
 
 
-def rows_of(args: argparse.Namespace) -> list[dict[str, object]]:
-    tokens, short = (120, 40) if args.quick else (400, 60)
-    table: list[dict[str, object]] = []
-    recorded = json.loads(args.trace.read_text()) if args.trace else None
-    for name in CURVES:
-        for nodes in args.nodes:
-            for a in (None,) if recorded else ACCEPTANCES:
-                known: tuple[Strategy, Strategy] | None = None
-                for link in LINKS:
-                    ranks: Ranks = (
-                        Acceptance(a, args.seed)
-                        if a is not None
-                        else Recorded(recorded["ranks"], recorded["probabilities"])
-                    )
-                    cell = Cell(name, nodes, link, ranks, args.tokens or tokens * 8 // max(nodes, 8))
-                    base = cell.rate(plain(), 30)
-                    if known and name == "cpu":  # where links hardly matter, the settings of the first are kept
-                        sync, pipe = cell.rate(known[0]), cell.rate(known[1])
-                    else:
-                        sync, sync_set = cell.best(sync_settings(cell.curve, args.quick), short)
-                        pipe, pipe_set = best_pipeinfer(cell, short, args.quick)
-                        known = (sync_set, pipe_set)
-                    row = {
-                        "curve": name, "nodes": nodes, "acceptance": a, "link": link, "plain": base,
-                        "sync8": cell.rate(synchronous(8)) / base, "sync": sync / base, "sync_setting": known[0].name,
-                        "pipeinfer": pipe / base, "pipeinfer_setting": known[1].name, "ours": cell.rate(ours()) / base,
-                        "bound": bound(cell, Acceptance(a).chances()) if a is not None else None,
-                    }  # fmt: skip
-                    table.append(row)
-                    if not args.quiet:
-                        print(_line(row), flush=True)
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    table: list[Row] = []
+    some = [
+        (args, n, nodes, a) for n in CURVES for nodes in args.nodes for a in ((None,) if args.trace else ACCEPTANCES)
+    ]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for rows in pool.map(both_links, some):
+            table += rows
+            if not args.quiet:
+                print("\n".join(map(_line, rows)), flush=True)
     return table
+
+
+def both_links(asked: tuple[argparse.Namespace, str, int, float | None]) -> list[Row]:
+    args, name, nodes, a = asked
+    texts: list[Ranks]
+    if a is None:
+        recorded = json.loads(args.trace.read_text())
+        texts = [Recorded(recorded["ranks"], recorded["probabilities"])]
+    else:
+        texts = [Acceptance(a, args.seed + i) for i in range(2 if args.quick else 4)]
+    tokens, short = (60, 40) if args.quick else (200 if a else 400, 60)
+    rows: list[Row] = []
+    known: tuple[Strategy, Strategy] | None = None
+    for link in LINKS:
+        cell = Cell(name, nodes, link, texts, args.tokens or tokens)
+        base = cell.rate(plain(), 30)
+        if known and name == "cpu":  # where links hardly matter, the settings of the first are kept
+            sync, pipe = cell.rate(known[0]), cell.rate(known[1])
+        else:
+            few = Cell(name, nodes, link, texts[:2], short)
+            sync, sync_set = cell.best(sync_settings(cell.curve, args.quick), few)
+            pipe, pipe_set = best_pipeinfer(cell, few, args.quick)
+            known = (sync_set, pipe_set)
+        row: Row = {
+            "curve": name, "nodes": nodes, "acceptance": a, "link": link, "plain": base,
+            "sync8": cell.rate(synchronous(8)) / base, "sync": sync / base, "sync_setting": known[0].name,
+            "pipeinfer": pipe / base, "pipeinfer_setting": known[1].name, "ours": cell.rate(ours()) / base,
+            "bound": bound(cell, Acceptance(a).chances()) if a is not None else None,
+        }  # fmt: skip
+        rows.append(row)
+    return rows
 
 
 HEADER = (
@@ -151,7 +167,7 @@ HEADER = (
 )
 
 
-def _line(r: dict[str, object]) -> str:
+def _line(r: Row) -> str:
     top = f"{r['bound']:.1f}" if r["bound"] else "-"
     return (
         f"| {r['curve']} | {r['nodes']} | {r['acceptance']} | {r['link']} | {r['plain']:.2f} | {r['sync8']:.2f} "
@@ -160,10 +176,10 @@ def _line(r: dict[str, object]) -> str:
     )
 
 
-def verdict(table: Sequence[dict[str, object]]) -> dict[str, float]:
+def verdict(table: Sequence[Row]) -> dict[str, float]:
     """What was asked, measured."""
 
-    def of(name: str, nodes: int, a: float) -> list[dict[str, object]]:
+    def of(name: str, nodes: int, a: float) -> list[Row]:
         return [r for r in table if (r["curve"], r["nodes"], r["acceptance"]) == (name, nodes, a)]
 
     found: dict[str, float] = {}
@@ -192,7 +208,8 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, help="ranks and probabilities recorded from a real pair")
     parser.add_argument("--tokens", type=int, help="of the long runs, whatever the nodes")
-    parser.add_argument("--seed", type=int, default=1, help="which guesses are right")
+    parser.add_argument("--seed", type=int, default=1, help="of the first text, the others follow")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--nodes", default="4,8,15,32", type=lambda s: [int(n) for n in s.split(",")])
     args = parser.parse_args()
     if not args.quiet:
