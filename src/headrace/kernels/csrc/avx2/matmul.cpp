@@ -96,7 +96,7 @@ void pair_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int6
   const int64_t r1 = r0 + 4 * quads;
   const int64_t groups = job.w.k / kGroup;
   for (int64_t g = 0; g < groups; ++g) {
-    if (quads <= 2) tile[0].prefetch(g, groups, 2), tile[1].prefetch(g, groups, 2);
+    if (quads <= 4) tile[0].prefetch_pair(g);
     const Pair<F> pair(tile, g);
     const GroupRows<false> rows(job.q, g);
     for (int64_t r = 0; r < 4 * quads; r += 4) add_wide<F, 4>(pair, rows, r0 + r, acc + r);
@@ -125,8 +125,10 @@ void integer_matmul(const Job& job) {
   const Planes planes(F, job.w.n, job.w.k);
   if (job.q.rows == 1) {
     int64_t j = job.n0;
-    for (; j + kTile < job.n1; j += 2 * kTile) single_row<F, 2>(job, planes, j);
-    if (j < job.n1) single_row<F, 1>(job, planes, j);
+    // Two tiles at once hide the products' latency on Zen 1; VNNI's chain is short, and one stream of memory is faster.
+    if constexpr (!HR_VNNI)
+      for (; j + kTile < job.n1; j += 2 * kTile) single_row<F, 2>(job, planes, j);
+    for (; j < job.n1; j += kTile) single_row<F, 1>(job, planes, j);
     return;
   }
   const int64_t fit = kBlockBytes / (job.w.k / kGroup * QuantView::kBytes);
