@@ -8,11 +8,11 @@ draft: the same with noise in its feed-forward parts (``inflate.py``), which agr
 places; of some prompts the one whose text is nearest to that is taken. Plain, synchronous, PipeInfer's and our policy
 take turns in one job; both others' settings are the simulator's best of some.
 
-The simulator gets the pads, the recorded places where the draft is right, and this machine's overheads, probed before:
-a message's way between two ranks after silences of 0 to 200 ms, the handling of a run's message on a stage, and what
-head and drafter take to think, which a first simulation with their code tells (``paced_prediction.py``). Nothing is
-fitted to a result. Prints JSON: tokens/s measured (medians) and predicted, the error, and whether ours is fastest.
-About seven minutes.
+The simulator gets the pads, what the draft says on the text and off it, and this machine's overheads, probed before:
+a message's way between two ranks after silences of 0 to 200 ms, the handling of a run's message on a stage, what a step
+of the drafter took by its rows, and what head and drafter take to think, which a first simulation with their code tells
+(``paced_prediction.py``). Nothing is fitted to a result. Prints JSON: tokens/s measured (medians) and predicted, the
+error, and whether ours is fastest. About seven minutes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from headrace.cluster.members import CONTROL, Member
 from headrace.engine import Options, load
 from headrace.run.schedule import Order
 from headrace.run.stage import Computer
-from headrace.simulate.acceptance import Recorded
 from headrace.simulate.cluster import CPU_CURVE as CURVE
 from headrace.speculate.learned import Learned, probe
 from model_zoo import smollm2, tell
-from paced_prediction import BLOCKS, SILENCES, even, handling, link_of, policy_of, predict, settings
-from pair import noisy, text_of
+from paced_prediction import BLOCKS, SILENCES, even, handling, policy_of, predict, settings
+from pair import Drafts, noisy, text_of
 
 SLACK = 2e-3
 """Seconds by which a run's layer may begin late and still count from the end of the one before."""
-PINGS = 12
+PINGS, LEARNED = 16, 5
+"""Pings after each silence, and how many of them until it is learned."""
 HEAD = 0.2
 """Of the drafter's step, its output layer's part."""
 
@@ -58,21 +58,28 @@ class Paced(Computer):
 
     def __init__(self, computer: Any, seconds: Callable[[int], float]) -> None:
         self.computer, self.seconds = computer, seconds
-        self.end, self.steps, self.late = 0.0, 0, 0
+        self.end, self.done, self.late = 0.0, 0, 0
         self.last = (-1, -1)
+        self.took: dict[int, list[float]] = {}
+        """Seconds from the first block to the output, by rows, where a rank has both."""
+        self._first = (0.0, -1)
 
     def step(self, layer: int, run: Any) -> None:
         now = time.monotonic()
         began = self.end if self.last == (run.id, layer - 1) and now - self.end < SLACK else now
         self.last = (run.id, layer)
         rows = len(run.live)
+        if layer == 0:
+            self._first = now, rows
         self.computer.step(layer, run)
         self.end = began + self.seconds(layer) * CURVE(rows)
         left = self.end - time.monotonic()
-        self.steps += 1
+        self.done += 1
         self.late += left < 0
         if left > 0:
             time.sleep(left)
+        if layer == BLOCKS + 1 and self._first[1] == rows:
+            self.took.setdefault(rows, []).append(time.monotonic() - self._first[0])
 
 
 class Switched:
@@ -95,8 +102,8 @@ def draft_seconds(total: float) -> Callable[[int], float]:
     return lambda layer: total * (HEAD if layer == BLOCKS + 1 else (1 - HEAD) / (BLOCKS + 1))
 
 
-def pings(link: Any) -> list[float]:
-    """Seconds of a message's way to rank 1 after each of the silences; rank 1 answers."""
+def pings(link: Any) -> list[list[float]]:
+    """Seconds of a message's way to rank 1 after each of the silences, once it is learned; rank 1 answers."""
     found, back = [], 0.0
     for silence in SILENCES:
         took = []
@@ -106,8 +113,8 @@ def pings(link: Any) -> list[float]:
             link.send(1, CONTROL, Ready(1))
             hear(link)
             took.append(time.monotonic() - start)
-        back = back or statistics.median(took) / 2
-        found.append(statistics.mean(sorted(took)[: PINGS - 1]) - back)
+        back = back or statistics.median(took[LEARNED:]) / 2
+        found.append([seconds - back for seconds in took[LEARNED:]])
     return found
 
 
@@ -153,7 +160,9 @@ def paced_member(each: float, total: float, folder: Path) -> type[Member]:
 
         def serve(self) -> int:
             status = super().serve()
-            (folder / f"late{self.link.rank}").write_text(f"{self.paced.late} of {self.paced.steps}")
+            (folder / f"late{self.link.rank}").write_text(f"{self.paced.late} of {self.paced.done}")
+            if took := {rows: statistics.median(each) for rows, each in self.paced.took.items() if len(each) >= PINGS}:
+                (folder / "drafting").write_text(json.dumps(took))
             return status
 
     return Padded
@@ -191,7 +200,7 @@ def lead(engine: Any, wishes: list[drafting.Wish], job: dict[str, Any], folder: 
             time.sleep(0.3)  # what is under way at the drafter ends
     wall = time.monotonic() - start
     cores = (sum(map(cpu_of, pids)) - cpu) / wall
-    late = [f"{paced.late} of {paced.steps}"]
+    late = [f"{paced.late} of {paced.done}"]
     return {
         "samples": samples, "counts": counts, "same": len(texts) == 1, "tokens": list(texts.pop()), "cores": cores,
         "seconds": wall, "share": first.share, "passes": passes, "late": late,
@@ -206,9 +215,9 @@ def cpu_of(process: int) -> float:
 # --- both -------------------------------------------------------------------------------------------------
 
 
-def measure(targets: int, job: dict[str, Any], pair: Recorded, handled: float) -> dict[str, Any]:
+def measure(targets: int, job: dict[str, Any], drafts: Drafts, handled: float) -> dict[str, Any]:
     blocks = even(targets)
-    wishes = settings(blocks, job, pair)
+    wishes = settings(blocks, job, drafts)
     job["split"] = ",".join(f"{n / BLOCKS:.6f}" for n in blocks) + "/1.0"
     job["strategies"] = [(w.policy, dict(w.knobs)) for w in wishes]
     with tempfile.TemporaryDirectory() as folder:
@@ -221,24 +230,27 @@ def measure(targets: int, job: dict[str, Any], pair: Recorded, handled: float) -
             [*words, "--rank", str(path)], env={**os.environ, **root}, stdout=subprocess.PIPE, text=True, check=True
         )
         said = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+        steps = {int(rows): took for rows, took in json.loads((Path(folder) / "drafting").read_text()).items()}
         said["late"] += [f.read_text() for f in sorted(Path(folder).glob("late*"))]
-    link = link_of(said["ways"])
+    probed = {int(rows): seconds for rows, seconds in said["passes"].items()}, said["share"]
     rows = {}
     for wish in (drafting.Wish(), *wishes):
         name = wish.policy if wish else "plain"
-        measured, told = statistics.median(said["samples"][name]), predict(wish, blocks, job, link, pair, handled)
+        measured = statistics.median(said["samples"][name])
+        told, counts = predict(wish, blocks, job, said["ways"], drafts, handled, probed, steps)
         rows[name] = {
             "knobs": dict(wish.knobs), "measured": round(measured, 3), "predicted": round(told, 3),
             "error": round(told / measured - 1, 4), "samples": [round(s, 3) for s in said["samples"][name]],
-            "guesses": said["counts"][name],
+            "guesses": said["counts"][name], "guesses_predicted": counts,
         }  # fmt: skip
     top = max(rows, key=lambda name: float(rows[name]["measured"]))
     return {
         "targets": targets, "blocks": blocks, "strategies": rows, "fastest": top, "ours_fastest": top == "ours",
         "worst_error": max(abs(float(r["error"])) for r in rows.values()), "cores": round(said["cores"], 3),  # type: ignore[arg-type]
         "seconds": round(said["seconds"], 1), "same_text": said["same"] and said["tokens"] == job["answer"],
-        "way_ms": [round(1e3 * w, 3) for w in said["ways"]], "handling_ms": round(1e3 * handled, 3),
-        "late_steps": said["late"], "probed_passes": said["passes"], "probed_share": said["share"],
+        "way_ms": [round(1e3 * statistics.median(w), 3) for w in said["ways"]], "handling_ms": round(1e3 * handled, 3),
+        "late_steps": said["late"], "draft_steps_ms": {rows: round(1e3 * took, 2) for rows, took in steps.items()},
+        "probed_passes": said["passes"], "probed_share": said["share"],
     }  # fmt: skip
 
 
@@ -254,13 +266,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model, draft = smollm2(), noisy()
-    prompt, answer, pair, agreement = text_of(model, draft, args.tokens)
+    prompt, answer, _, agreement = text_of(model, draft, args.tokens)
     job = {
         "model": str(model), "draft": str(draft), "prompt": prompt, "answer": answer, "tokens": args.tokens,
         "rounds": args.rounds, "layer": args.layer_ms / 1e3, "draft_step": args.draft_ms / 1e3,
     }  # fmt: skip
     handled = handling()
-    found = [measure(targets, job, pair, handled) for targets in args.targets]
+    with load(draft, threads=1, context=256) as engine:
+        drafts = Drafts(engine, [*prompt, *answer], 5)
+        found = [measure(targets, job, drafts, handled) for targets in args.targets]
     result = {"benchmark": "paced", "agreement": agreement, "layer_ms": args.layer_ms, "draft_ms": args.draft_ms}
     tell({**result, "clusters": found}, args.out)
     return 0

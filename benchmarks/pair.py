@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from math import exp
 from pathlib import Path
 
 from headrace.config import resolve
-from headrace.engine import load
+from headrace.engine import Engine, load
+from headrace.run.types import Choice
 from headrace.simulate.acceptance import Recorded
 from identity import prompts
 from inflate import inflate
 from model_zoo import smollm2
-from record_pair import said
+from record_pair import Reader, said
 
 NOISE = 2.4
 """Of the weights added to each block's feed-forward part (``inflate.py``)."""
@@ -46,3 +48,19 @@ def text_of(model: Path, draft: Path, tokens: int) -> tuple[list[int], list[int]
     agreed, prompt, answer, ranks, chances = min(found, key=lambda f: abs(f[0] - AGREE))
     agreements = {"of this text": round(agreed, 3), "of all": round(statistics.mean(f[0] for f in found), 3)}
     return prompt, answer, Recorded(ranks, chances, len(prompt)), agreements
+
+
+class Drafts:
+    """What the draft says after part of a text, and after tokens that aren't the text's; each is asked once."""
+
+    def __init__(self, engine: Engine, text: Sequence[int], width: int) -> None:
+        self.text, self._reader = text, Reader(engine, width)
+        self._said = {(at, ()): choice for at, choice in enumerate(self._reader.read(text))}
+
+    def after(self, at: int, path: tuple[int, ...]) -> Choice:
+        """After ``text[: at + 1]`` and the path."""
+        while path and at + 1 < len(self.text) and path[0] == self.text[at + 1]:
+            at, path = at + 1, path[1:]
+        if (at, path) not in self._said:
+            self._said[at, path] = self._reader.beside(at, path)
+        return self._said[at, path]

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from math import exp
 from pathlib import Path
 
 from headrace.engine import Engine, load
 from headrace.run.stage import Stage
-from headrace.run.types import Append, Choice, Params, Result, Row, RunMessage, Sampling, Step
+from headrace.run.types import Append, CacheOp, Choice, Params, Result, Row, RunMessage, Sampling, Step
 from headrace.text.template import ChatTemplate
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "spec_bench_dev.jsonl"
@@ -36,22 +37,46 @@ def prompts(engine: Engine, count: int) -> list[list[int]]:
     return short[:: max(1, len(short) // count)][:count]
 
 
-def said(engine: Engine, ids: list[int], width: int) -> list[Choice]:
-    """What the draft would choose after each token, with its ``width`` likeliest."""
-    computer = engine.parts.loop.stages[0][1]
-    total = len(engine.parts.model.layers)
-    stage, found = Stage(0, total, total), []
-    for number, start in enumerate(range(0, len(ids), ROWS)):
-        part = range(start, min(len(ids), start + ROWS))
-        ops = (Append(0, tuple(part), tuple(ids[i] for i in part)), Params(0, Sampling(logprobs=width + 1)))
-        rows = tuple(Row(0, i, ids[i], i, wanted=True) for i in part)
+class Reader:
+    """A model asked for its choices, with the ``width`` likeliest, in one sequence of its cache."""
+
+    def __init__(self, engine: Engine, width: int) -> None:
+        self._computer = engine.parts.loop.stages[0][1]
+        total = len(engine.parts.model.layers)
+        self._stage, self._runs = Stage(0, total, total), 0
+        self._params = Params(0, Sampling(logprobs=width + 1))
+        self._read = 0
+
+    def read(self, ids: Sequence[int]) -> list[Choice]:
+        """What it would choose after each token of a text."""
+        found: list[Choice] = []
+        for start in range(0, len(ids), ROWS):
+            part = range(start, min(len(ids), start + ROWS))
+            rows = tuple(Row(0, i, ids[i], i, wanted=True) for i in part)
+            found += self._run((Append(0, tuple(part), tuple(ids[i] for i in part)), self._params), rows)
+        self._read = len(ids)
+        return found
+
+    def beside(self, at: int, path: Sequence[int]) -> Choice:
+        """What it would choose after the text up to ``at`` and then other tokens."""
+        slots = tuple(range(self._read, self._read + len(path)))
+        rows = (Row(0, at + 1 + i, t, slots[i], True, True, slots[:i]) for i, t in enumerate(path))
+        return self._run((), tuple(rows))[-1]
+
+    def _run(self, ops: tuple[CacheOp, ...], rows: tuple[Row, ...]) -> tuple[Choice, ...]:
+        stage, number = self._stage, self._runs
+        self._runs += 1
         effects = stage.on_event(RunMessage(0, number, False, ops, rows), 0.0)
         while isinstance(step := effects[0], Step):
-            computer.step(step.layer, stage.runs[step.run])
+            self._computer.step(step.layer, stage.runs[step.run])
             effects = stage.on_event(step, 0.0)
         assert isinstance(effects[0], Result)
-        found += effects[0].choices
-    return found
+        return effects[0].choices
+
+
+def said(engine: Engine, ids: list[int], width: int) -> list[Choice]:
+    """What the draft would choose after each token."""
+    return Reader(engine, width).read(ids)
 
 
 def main() -> None:
