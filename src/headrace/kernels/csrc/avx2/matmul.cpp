@@ -96,7 +96,7 @@ void pair_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int6
   const int64_t r1 = r0 + 4 * quads;
   const int64_t groups = job.w.k / kGroup;
   for (int64_t g = 0; g < groups; ++g) {
-    if (quads <= 4) tile[0].prefetch_pair(g);
+    tile[0].prefetch_pair(g);
     const Pair<F> pair(tile, g);
     const GroupRows<false> rows(job.q, g);
     for (int64_t r = 0; r < 4 * quads; r += 4) add_wide<F, 4>(pair, rows, r0 + r, acc + r);
