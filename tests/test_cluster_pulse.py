@@ -20,7 +20,7 @@ def test_naps_are_short_and_end_before_a_message_is_expected(before: list[float]
     assert nap == 0 or LEAST <= nap <= LONGEST
     assert nap > 0 or abs(quiet - usual) <= max(NEAR, LEAST)
     if nap and quiet < usual:
-        assert quiet + nap <= usual or nap <= max(LEAST, quiet / 64)
+        assert quiet + nap <= usual or nap == LEAST
     if not nap:
         assert silences.nap(usual + 2 * NEAR) > 0
 

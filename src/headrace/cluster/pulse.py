@@ -31,7 +31,8 @@ class Silences:
         near = min(max(usual / 8, LEAST), NEAR)
         if abs(quiet - usual) < near:
             return 0.0
-        return min(max(quiet / 64, usual - near - quiet, LEAST), LONGEST)
+        # Until the moment no nap may reach past its beginning: what is found late would be learned as being late.
+        return min(max(quiet / 64 if quiet > usual else usual - near - quiet, LEAST), LONGEST)
 
 
 class Peers:
