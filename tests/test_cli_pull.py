@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,9 +176,23 @@ def test_an_unwritable_cache_is_one_sentence(server: Hub, settings: Config, tmp_
         pull(Config(tmp_path / "file" / "cache", hub=server.url))
 
 
-def test_two_at_once_are_told_apart(settings: Config) -> None:
-    with cache.locked(settings.cache / "hub/org/model"), pytest.raises(Unavailable, match="another process"):
-        pull(settings)
+def test_the_second_of_two_at_once_waits_and_has_what_the_first_brought(settings: Config, server: Hub) -> None:
+    """Also when the first one's folder is removed meanwhile; removing itself doesn't wait."""
+    here, name = settings.cache / "hub/org/model", hub.parse("hf:org/model")
+    said: list[str] = []
+    found: list[Path] = []
+    with cache.locked(here):
+        second = threading.Thread(target=lambda: found.append(hub.pull(name, settings, lambda *_: None, said.append)))
+        second.start()
+        while not said:
+            time.sleep(0.01)
+        with pytest.raises(Unavailable, match="another process"), cache.locked(here):
+            pass
+        shutil.rmtree(here)
+    second.join(60)
+    assert "waiting for it" in said[0] and found and found[0].exists()
+    with cache.locked(here):
+        pass
 
 
 def test_list_and_remove(settings: Config, capsys: pytest.CaptureFixture[str]) -> None:

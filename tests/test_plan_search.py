@@ -15,7 +15,7 @@ from headrace.plan.cost import evaluate
 from headrace.plan.explain import explain
 from headrace.plan.machine import Compute, Link, Machine, Tier
 from headrace.plan.pace import paced
-from headrace.plan.plan import Place, Plan
+from headrace.plan.plan import Place, Plan, figure
 from headrace.plan.search import Found, places, search, shapes
 from headrace.plan.sizes import LayerCost, ModelCost, Workload
 from opt_models import opt
@@ -145,6 +145,12 @@ def laptop() -> tuple[ModelCost, Machine, Workload]:
 def test_the_same_question_has_the_same_answer() -> None:
     a, b = search(*laptop()), search(*laptop())
     assert a == b and a.best.plan.to_json() == b.best.plan.to_json()
+
+
+@given(st.floats(1e-9, 1e15), st.integers(1, 6))
+def test_figures_have_their_digits_and_no_exponent(value: float, digits: int) -> None:
+    text = figure(value, digits)
+    assert set(text) <= set("0123456789.") and float(text) == float(f"{value:.{digits}g}")
 
 
 def test_what_is_found_is_explained() -> None:

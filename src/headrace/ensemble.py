@@ -82,8 +82,19 @@ class Team:
         self.wish = drafting.wish_of(options)
         self.draft = drafting.draft_of(self.wish, model, tokenizer, options, self.context)
         self.giver = shipping.giver_of(link, model, self.draft, options)
-        self.plan, self.mine = self.gather()
         self.parts: Parts | None = None
+        try:
+            self.plan, self.mine = self.gather()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give back what isn't in ``mine``, where there will be no ``parts`` to do it."""
+        if self.giver is not None:
+            self.giver.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def gather(self) -> tuple[Plan, Mine]:
         """Plan, load and hear that all are ready. Starts anew with those who are left as long as that helps."""
@@ -159,21 +170,29 @@ def lead(path: Path, options: Options, link: Link) -> Parts:
         tokenizer = Tokenizer.from_metadata(file.metadata)
         tokenizer.check_model(model.spec.vocab)
         team = Team(link, model, tokenizer, options)
+        with ExitStack() as held:
+            held.callback(team.close)
+            held.callback(team.mine.close)
+            team.parts = _parts(team, tokenizer)
+            held.pop_all()
     except BaseException:
         file.close()
         raise
+    return team.parts
+
+
+def _parts(team: Team, tokenizer: Tokenizer) -> Parts:
+    """Rank 0's loop, with everything around it."""
     plan, mine = team.plan, team.mine
-    loop = MpiHead(
-        link, _ranks(plan), team.head(), team.stages(), plan.targets, team.drafter(), team.drafting, team.recover
-    )
+    ranks, stages = _ranks(plan), team.stages()
+    loop = MpiHead(team.link, ranks, team.head(), stages, plan.targets, team.drafter(), team.drafting, team.recover)
     if isinstance(loop.head.policy, Learned):
         probe(loop, loop.head.policy)
     device = mine.computer.device
-    team.parts = Parts(
-        model, tokenizer, device, loop, mine.weights, mine.computer, team.context, mine.budget,
-        pass_bytes(device, model), options.kv_bits, team.draft,
+    return Parts(
+        team.model, tokenizer, device, loop, mine.weights, mine.computer, team.context, mine.budget,
+        pass_bytes(device, team.model), team.options.kv_bits, team.draft,
     )  # fmt: skip
-    return team.parts
 
 
 def serve(find: Callable[[], Path], options: Options, link: Link, trace: bool = False) -> int:

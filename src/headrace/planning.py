@@ -36,7 +36,7 @@ from headrace.placement import Sizes, cache_pages, context_of, place
 from headrace.plan.cost import Costing, Knobs, Option, Prediction, Use
 from headrace.plan.machine import Compute, Machine, Tier
 from headrace.plan.pace import paced
-from headrace.plan.plan import Place, Plan, spread
+from headrace.plan.plan import PLAIN, Place, Plan, spread
 from headrace.plan.search import Candidate, Found, Gain, why
 from headrace.plan.sizes import ModelCost, Workload
 
@@ -51,7 +51,6 @@ WORTH = 0.97, 0.9
 cache on disk, of one without. Such a plan costs the disk's use, and is less surely known."""
 SLACK = 8 << 20
 """Bytes that looking for a plan takes itself, or reading a printed one."""
-PLAIN = Place("host", "host", "host", "host")
 NOWHERE = Machine("", (Tier("host", 0, 1.0, 1.0),), (), (Compute("host", ((1, 1.0),)),))
 
 

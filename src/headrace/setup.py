@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,21 +111,25 @@ def _assemble(model: Model, tokenizer: Tokenizer, options: Options) -> Parts:
     pages = pages_for(context + policy.most_guesses) * caches
     pages = pages if options.slots is None else max(pages_for(options.slots), pages // caches)
     draft = drafting.draft_of(wish, model, tokenizer, replace(options, caches=caches), context)
-    if draft is not None:
-        draft.take(budget, device, options.rows)
-    sizes = Sizes(device, model)
-    if draft is not None and not draft.own:  # what drafts stays in memory
-        sizes.blocks = [i for i in sizes.blocks if i not in draft.numbers]
-    streamed = place(budget, device, model, pages, options, sizes=sizes)
-    if streamed and isinstance(policy, Serial):
-        policy.stream()
-    weights = load_weights(device, model, streamed, options)
-    cache = make_cache(device, model, pages, options)
-    computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
-    spill = spilled(computer, model, options)
-    stages = [(Stage(0, len(layers), len(layers)), spill or computer)]
-    if draft is not None:
-        stages.append(draft.load(device, weights))
+    with ExitStack() as held:  # closed if anything goes wrong from here on
+        if draft is not None:
+            held.callback(draft.close)
+            draft.take(budget, device, options.rows)
+        sizes = Sizes(device, model)
+        if draft is not None and not draft.own:  # what drafts stays in memory
+            sizes.blocks = [i for i in sizes.blocks if i not in draft.numbers]
+        streamed = place(budget, device, model, pages, options, sizes=sizes)
+        if streamed and isinstance(policy, Serial):
+            policy.stream()
+        weights = load_weights(device, model, streamed, options)
+        held.callback(weights.close)
+        cache = make_cache(device, model, pages, options)
+        computer = DeviceComputer(device, layers, range(len(layers)), model.spec.width, weights, cache)
+        spill = spilled(computer, model, options)
+        stages = [(Stage(0, len(layers), len(layers)), spill or computer)]
+        if draft is not None:
+            stages.append(draft.load(device, weights))
+        held.pop_all()
     drafter = drafting.drafter_of(wish, draft, policy)
     loop = Loopback(Head(pages, order, policy), stages, drafter, drafts=len(stages) - 1)
     return Parts(

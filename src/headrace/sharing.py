@@ -28,8 +28,9 @@ from headrace.plan import probe
 from headrace.plan.cost import Costing, Knobs
 from headrace.plan.machine import Machine
 from headrace.plan.pace import circling
+from headrace.plan.plan import PLAIN, figure
 from headrace.plan.sizes import Workload
-from headrace.planning import PLAIN, ROWS, RUNS, SEQUENCES, cost_of
+from headrace.planning import ROWS, RUNS, SEQUENCES, cost_of
 from headrace.run.schedule import Order
 
 ALIKE = 0.08
@@ -130,7 +131,7 @@ class Shared:
         """Who got what and why, in a line."""
         parts = "; ".join(f"{name}: {what}" for name, what in zip(names, self.why, strict=True))
         shape = f"{self.blocks} blocks under way, runs of up to {self.rows} rows, {self.runs} a block"
-        return f"{parts}. {shape}; {self.rate:.3g} tokens/s expected."
+        return f"{parts}. {shape}; {figure(self.rate)} tokens/s expected."
 
 
 @dataclass(frozen=True)
@@ -322,8 +323,8 @@ class Sharing:
         for rank, ((first, end), (_, computed, read)) in enumerate(zip(edges, stages, strict=True)):
             text = f"{end - first} layers, computes at {min(whole) / whole[rank]:.0%} of the fastest"
             if read:
-                text += f", reads its layers in {read:.3g} s"
-            yield f"{text}, {max(computed, read):.3g} s for {shape.nexts} next token{'s' * (shape.nexts > 1)}"
+                text += f", reads its layers in {figure(read)} s"
+            yield f"{text}, {figure(max(computed, read))} s for {shape.nexts} next token{'s' * (shape.nexts > 1)}"
 
 
 def _levelled(ranks: Sequence[Rank], width: int) -> list[Rank]:

@@ -110,7 +110,9 @@ def expected(engine: Engine, prompt: int, new: int, sequences: int = 1) -> Predi
 def expected_line(p: Prediction) -> str:
     """Short, to stand beside what was measured."""
     if p.work.batch > 1:
-        return f"plan {p.tokens_per_s:.3g} tokens/s"
+        from headrace.plan.plan import figure
+
+        return f"plan {figure(p.tokens_per_s)} tokens/s"
     return f"plan {p.ttft:.2f} s, then {1 / p.itl:.1f}/s"
 
 

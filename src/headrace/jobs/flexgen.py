@@ -21,14 +21,13 @@ from headrace.model.layers import spec_of
 from headrace.model.spec import Spec
 from headrace.options import Options
 from headrace.plan.flexgen import Percent, comes_out, placed
-from headrace.plan.plan import Place
+from headrace.plan.plan import PLAIN
 from headrace.plan.sizes import ModelCost
 from headrace.results import Completion
 
 SENTENCE = "The capital of France is a city where people"
 PREFILL = 256
 """Most rows of a run of prompts, unless the gpu batch is larger."""
-PLAIN = Place("host", "host", "host", "host")
 
 
 @dataclass(frozen=True)

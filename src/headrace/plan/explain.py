@@ -6,7 +6,7 @@ from collections import Counter
 
 from headrace.plan.cost import Prediction
 from headrace.plan.machine import Machine
-from headrace.plan.plan import Plan, lines
+from headrace.plan.plan import Plan, figure, lines
 from headrace.plan.search import Candidate, Found
 from headrace.plan.sizes import ModelCost
 
@@ -27,8 +27,8 @@ def headline(model: ModelCost, p: Prediction) -> str:
     """One line of what to expect."""
     return (
         f"{model.name}, {p.work.batch} sequences of {p.work.prompt_len}+{p.work.gen_len} tokens: "
-        f"{p.tokens_per_s:.3g} tokens/s, first token after {p.ttft:.3g} s, then one a sequence every {p.itl:.3g} s; "
-        f"{p.total:.4g} s in all; {p.bottleneck} binds."
+        f"{figure(p.tokens_per_s)} tokens/s, first token after {figure(p.ttft)} s, then one a sequence "
+        f"every {figure(p.itl)} s; {figure(p.total, 4)} s in all; {p.bottleneck} binds."
     )
 
 
@@ -66,7 +66,7 @@ def _terms(p: Prediction) -> str:
     table: list[tuple[str, ...]] = [("seconds a pass", "prompt", "next token")]
     for resource in dict.fromkeys([*p.terms["decode"], *p.terms["prefill"]]):
         cells = (p.terms[phase].get(resource, 0.0) for phase in ("prefill", "decode"))
-        table.append((resource, *(f"{s:.4g}" for s in cells)))
+        table.append((resource, *(f"{figure(s, 4)}" for s in cells)))
     return lines(table)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from headrace.errors import BadFile, Unsupported
 from headrace.plan.machine import build, items, read_object
 
@@ -28,6 +30,9 @@ class Place:
     @property
     def streams(self) -> bool:
         return self.weights != self.compute
+
+
+PLAIN = Place("host", "host", "host", "host")
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,11 @@ def spread(kinds: Iterable[tuple[Place, int]]) -> tuple[Place, ...]:
     """
     wanted = [((i + 0.5) / count, place) for place, count in kinds if count for i in range(count)]
     return tuple(place for _, place in sorted(wanted))
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """A positive number to so many significant digits, never with an exponent: 0.0123, 12.3, 1230."""
+    return np.format_float_positional(float(f"{value:.{digits}g}"), trim="-")
 
 
 def lines(table: Sequence[Sequence[Any]]) -> str:

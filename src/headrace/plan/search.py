@@ -19,7 +19,7 @@ import numpy as np
 from headrace.errors import OverBudget, Unsupported
 from headrace.plan.cost import Costing, Knobs, Option, Prediction, evaluate
 from headrace.plan.machine import Machine
-from headrace.plan.plan import Place, Plan, spread
+from headrace.plan.plan import Place, Plan, figure, spread
 from headrace.plan.sizes import LayerCost, ModelCost, Objective, Workload
 from headrace.plan.solve import F64, I64, Problem, solver
 
@@ -240,7 +240,7 @@ def why(best: Candidate, other: Candidate) -> str:
     phase = max(("prefill", "decode"), key=lambda ph: float(getattr(p, ph) / p.block - getattr(b, ph) / b.block))
     resource, seconds = next(iter(p.terms[phase].items()))
     return (
-        f"{other.seconds / best.seconds:.3f} x the time: {resource} binds in {phase}, {seconds:.3g} s a pass "
+        f"{other.seconds / best.seconds:.3f} x the time: {resource} binds in {phase}, {figure(seconds)} s a pass "
         f"of {p.block} sequences"
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import BadRequest, Unavailable
-from headrace.formats.files import free_bytes, open_shared, stored_bytes, try_lock
+from headrace.formats.files import free_bytes, lock, open_shared, stored_bytes, try_lock
 
 LOCK = ".lock"
 PART = ".part"
@@ -82,19 +82,28 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One process at a time fetches into or removes ``folder``, which is made. The lock goes with the process."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = open_shared(folder / LOCK)
-    try:
+def locked(folder: Path, note: Callable[[str], object] | None = None) -> Iterator[None]:
+    """One process at a time fetches into or removes ``folder``, which is made. The lock goes with the process.
+
+    note: hears that another process has it, which is then waited for; None: that is Unavailable.
+    """
+    while True:
         with writing(folder):
-            free = try_lock(fd)
-        if not free:
-            raise Unavailable(f"{folder}: another process is fetching this model; wait until it is done.")
-        yield
-    finally:
-        os.close(fd)
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = open_shared(folder / LOCK)
+        try:
+            with writing(folder):
+                free = try_lock(fd)
+            if not free:
+                if note is None:
+                    raise Unavailable(f"{folder}: another process is fetching this model; wait until it is done.")
+                note(f"another process is fetching this model into {folder}; waiting for it")
+                lock(fd)
+            if os.fstat(fd).st_nlink:  # else the other process removed the folder
+                yield
+                return
+        finally:
+            os.close(fd)
 
 
 def require_room(folder: Path, nbytes: int) -> None:

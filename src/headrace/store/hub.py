@@ -77,7 +77,7 @@ def pull(name: Name, config: Config, progress: Progress, note: Any = lambda line
     commit, remotes = listing(name, config)
     chosen = choose(name, {file: remote.nbytes for file, remote in remotes.items()})
     here = folder(name, config)
-    with locked(here), writing(here):
+    with locked(here, note), writing(here):
         wanted = [remotes[f] for f in chosen if not ((here / f).is_file() and matches(remotes[f], here / f))]
         parts = [here / f"{remote.name}.part" for remote in wanted]
         begun = sum(part.stat().st_size for part in parts if part.exists())

@@ -66,7 +66,7 @@ def fetch(known: Known, root: Path, note: Note = lambda line: None) -> Path:
     import tempfile
 
     folder = root / "models" / known.name
-    with locked(folder), writing(folder):
+    with locked(folder, note), writing(folder):
         if path := cached(known, root):  # another process was faster
             return path
         for left in folder.glob(".fetch-*"):  # of a process that was killed

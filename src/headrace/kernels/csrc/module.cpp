@@ -269,6 +269,7 @@ void bind_programs(nb::module_& m) {
 }  // namespace headrace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a program may end with an engine open: its memory goes with the process
   headrace::bind_data(m);
   headrace::bind_programs(m);
   headrace::bind_sampling(m);
