@@ -164,21 +164,18 @@ class Team:
 
 def lead(path: Path, options: Options, link: Link) -> Parts:
     """Rank 0: bring all ranks together and load. Raises a HeadraceError that names the rank and what is wrong."""
-    file = open_file(path, options)
-    try:
+    with ExitStack() as held:  # closed if anything goes wrong
+        file = open_file(path, options)
+        held.callback(file.close)
         model = load_model(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         tokenizer.check_model(model.spec.vocab)
         team = Team(link, model, tokenizer, options)
-        with ExitStack() as held:
-            held.callback(team.close)
-            held.callback(team.mine.close)
-            team.parts = _parts(team, tokenizer)
-            held.pop_all()
-    except BaseException:
-        file.close()
-        raise
-    return team.parts
+        held.callback(team.close)
+        held.callback(team.mine.close)
+        team.parts = _parts(team, tokenizer)
+        held.pop_all()
+        return team.parts
 
 
 def _parts(team: Team, tokenizer: Tokenizer) -> Parts:
