@@ -75,10 +75,13 @@ def test_more_drafters_and_policies(
 ) -> None:
     answer = guessed(models, ranks, drafter, **more)
     assert answer["tokens"] == plain
-    # A draft as slow as the target may not be worth a row, as our policy finds out by measuring; the others don't ask.
-    assert answer["guesses"]["launched"] > 0 or (drafter == TARGET and "policy" not in more)
+    if drafter == TARGET and not more.get("policy") and not answer["guesses"]["launched"]:
+        # Our policy may measure that a draft as slow as the target isn't worth a row; PipeInfer's doesn't ask.
+        answer = guessed(models, ranks, drafter, **more, policy="pipeinfer", knobs={"draft": 3, "np": 2, "pa": 0.01})
+        assert answer["tokens"] == plain
+    assert answer["guesses"]["launched"] > 0
     if drafter == TARGET:
-        assert answer["guesses"]["accepted"] >= 0.3 * answer["guesses"]["launched"]
+        assert answer["guesses"]["accepted"] > 0.3 * answer["guesses"]["launched"]
 
 
 @pytest.mark.slow

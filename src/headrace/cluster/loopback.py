@@ -113,12 +113,8 @@ class Carrier:
         while len(effects) == 1 and isinstance(effects[0], Step) and not self.called():
             # Nothing else to look at: on to the next layers without a detour through the queue.
             layer, number, through = effects[0]
-            run = stage.runs[number]
-            if through > layer:
-                layer = computer.steps(layer, through, run)
-            else:
-                computer.step(layer, run)
-            effects = stage.on_event(Step(layer, number), now)
+            done = computer.steps(layer, through, stage.runs[number])
+            effects = stage.on_event(Step(done, number), now)
         for effect in effects:
             if isinstance(effect, Step):
                 computer.step(effect.layer, stage.runs[effect.run])

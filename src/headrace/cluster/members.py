@@ -39,8 +39,6 @@ CONTROL = -3
 """The address of messages that are for the rank itself."""
 NAP = 0.1
 """Seconds after which a waiting head looks for what a signal handler may have submitted."""
-
-
 PROMPT = 20e-3
 """Seconds that a token may wait before it is told, for the next one's sake."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -66,8 +67,6 @@ class DeviceComputer(Computer):
         self.last = len(layers) - 1
         self._programs: dict[int, Program] = {i: device.compile(layers[i].ops, width) for i in own}
         self.first = min(own, default=0)
-        self._chain: Chain | None = None
-        """All layers but the last, if they lie in memory with their cache, once they are asked for together."""
         self._holding = -1
         self._staying: dict[int, BoundProgram] = {}
         self._bound: dict[tuple[int, int], tuple[Mapping[str, Weight], BoundProgram]] = {}
@@ -93,22 +92,21 @@ class DeviceComputer(Computer):
     def steps(self, layer: int, through: int, run: Run) -> int:
         """As ``run.stage.Computer.steps``."""
         through = min(through, self.last - 1)
-        if through <= layer or run.x is None or (self._chain is None and not self._chained()):
+        if through <= layer or run.x is None or self._chain is None:
             self.step(layer, run)
             return layer
-        assert self._chain is not None
         return self._chain.run(run.x, run.rows, layer - self.first, through - self.first, SHORT) + self.first
 
-    def _chained(self) -> bool:
-        """Make the chain, if there can be one."""
+    @cached_property
+    def _chain(self) -> Chain | None:
+        """All layers but the last, if they lie in memory with their cache."""
         inner = [i for i in self._programs if i != self.last]
         if not (isinstance(self.device, CpuDevice) and isinstance(self.cache, HostKV)):
-            return False
+            return None
         if not all(map(self.weights.stays, inner)):
-            return False
+            return None
         bounds = [self._staying.get(i) or self._held(i) for i in inner]
-        self._chain = Chain(self.device, cast("list[CpuBound]", bounds), [self.cache.layer(i) for i in inner])
-        return True
+        return Chain(self.device, cast("list[CpuBound]", bounds), [self.cache.layer(i) for i in inner])
 
     def _answer(self, run: Run, logits: F32) -> tuple[Choice, ...]:
         return choose(self.device, logits, run)
@@ -144,7 +142,7 @@ class DeviceComputer(Computer):
     def close(self) -> None:
         """Give back what is held."""
         self.release()
-        self._chain = None
+        vars(self).pop("_chain", None)
         self._bound.clear()
         self._staying.clear()
         self.cache.close()

@@ -1,4 +1,6 @@
 // The AVX2 path's integer matmul: blocks of rows, tiles of 8 outputs, and the table entry.
+#include <type_traits>
+
 #include "avx2/matmul_avx2.h"
 #include "avx2/matmul_tile.h"
 #include "matmul.h"
@@ -75,13 +77,14 @@ void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int6
   for (int r = 0; r < Rest; ++r) store_row(job, r1 + r, j, rest[r]);
 }
 
-template <Format F>
-void tile_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t count) {
+// Calls fn with count % 4 as a constant.
+template <class Fn>
+void with_rest(int64_t count, Fn fn) {
   switch (count % 4) {
-    case 0: return tile_rows<F, 0>(job, planes, j, r0, count / 4);
-    case 1: return tile_rows<F, 1>(job, planes, j, r0, count / 4);
-    case 2: return tile_rows<F, 2>(job, planes, j, r0, count / 4);
-    default: return tile_rows<F, 3>(job, planes, j, r0, count / 4);
+    case 0: return fn(std::integral_constant<int, 0>());
+    case 1: return fn(std::integral_constant<int, 1>());
+    case 2: return fn(std::integral_constant<int, 2>());
+    default: return fn(std::integral_constant<int, 3>());
   }
 }
 
@@ -108,16 +111,6 @@ void pair_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int6
   for (int64_t r = 0; r < 4 * quads; ++r) put(r0 + r, acc[r]);
   for (int r = 0; r < Rest; ++r) put(r1 + r, rest[r]);
 }
-
-template <Format F>
-void pair_rows(const Job& job, const Planes& planes, int64_t j, int64_t r0, int64_t count) {
-  switch (count % 4) {
-    case 0: return pair_rows<F, 0>(job, planes, j, r0, count / 4);
-    case 1: return pair_rows<F, 1>(job, planes, j, r0, count / 4);
-    case 2: return pair_rows<F, 2>(job, planes, j, r0, count / 4);
-    default: return pair_rows<F, 3>(job, planes, j, r0, count / 4);
-  }
-}
 #endif
 
 template <Format F>
@@ -134,11 +127,14 @@ void integer_matmul(const Job& job) {
   const int64_t fit = kBlockBytes / (job.w.k / kGroup * QuantView::kBytes);
   const int64_t block = std::clamp<int64_t>(fit / 4 * 4, 16, kMaxRows);
   for (int64_t r0 = 0; r0 < job.rows; r0 += block) {
-    int64_t j = job.n0;
+    const int64_t count = std::min(job.rows - r0, block);
+    with_rest(count, [&](auto rest) {
+      int64_t j = job.n0;
 #if HR_VNNI
-    for (; j + kTile < job.n1; j += 2 * kTile) pair_rows<F>(job, planes, j, r0, std::min(job.rows - r0, block));
+      for (; j + kTile < job.n1; j += 2 * kTile) pair_rows<F, decltype(rest)::value>(job, planes, j, r0, count / 4);
 #endif
-    for (; j < job.n1; j += kTile) tile_rows<F>(job, planes, j, r0, std::min(job.rows - r0, block));
+      for (; j < job.n1; j += kTile) tile_rows<F, decltype(rest)::value>(job, planes, j, r0, count / 4);
+    });
   }
 }
 
