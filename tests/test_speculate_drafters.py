@@ -14,7 +14,7 @@ from hash_model import LightDraft, LightModel
 from headrace.cluster.loopback import Loopback
 from headrace.run.head import Head
 from headrace.run.schedule import Order
-from headrace.run.stage import Run, Stage
+from headrace.run.stage import Computer, Run, Stage
 from headrace.run.types import (
     Cancel,
     Choice,
@@ -141,7 +141,7 @@ def test_a_drafter_that_errs_costs_time_and_nothing_else() -> None:
     assert wrong.head.counts.cancelled > 20
 
 
-class Refrain:
+class Refrain(Computer):
     """A model that says the same nine tokens over and over: a computer for one stage of one layer."""
 
     def step(self, layer: int, run: Run) -> None:
